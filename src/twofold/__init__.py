@@ -1,0 +1,39 @@
+"""Twofold trains PyTorch models: change where it runs, never what it computes.
+
+Names are imported when they are first used, so `import twofold` is quick and imports no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Trainer": "twofold.trainer",
+    "Task": "twofold.task",
+    "Loss": "twofold.task",
+    "Callback": "twofold.monitor.callback",
+    "Parallel": "twofold.parallel",
+    "SFTTrainer": "twofold.methods.sft",
+    "SFTConfig": "twofold.methods.sft",
+    "UserError": "twofold.errors",
+}
+__all__ = [*_HOME, "__version__"]
+
+if TYPE_CHECKING:
+    from twofold.errors import UserError
+    from twofold.methods.sft import SFTConfig, SFTTrainer
+    from twofold.monitor.callback import Callback
+    from twofold.parallel import Parallel
+    from twofold.task import Loss, Task
+    from twofold.trainer import Trainer
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'twofold' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,62 @@
+"""Micro-batches of this rank, step by step: order and cut from `data/order.py`, loading by torch's DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from twofold.data.order import Cut, Order, evaluation_batches, micro_batches
+from twofold.engine.step import MicroBatch
+
+
+@dataclass
+class Feed:
+    """data: anything with len and [i]; lengths: the cost of each sample, or None where all cost the same;
+    collate: samples -> batch; workers: loader processes (they only read ahead: a step's samples never change)."""
+
+    data: Any
+    lengths: Sequence[int] | None
+    collate: Callable[[Sequence[Any]], Any]
+    order: Order
+    cut: Cut
+    rank: int
+    ranks: int
+    workers: int = 0
+    pin_memory: bool = False
+
+    def plan(self, step: int) -> list[list[int]]:
+        """This rank's micro-batches of a step, as sample indices; an empty one is filler."""
+        return micro_batches(self.order.step(step), self.lengths, self.ranks, self.cut)[self.rank]
+
+    def units(self, step: int) -> int:
+        """The tokens (or samples, where all cost the same) of a step over all ranks."""
+        samples = self.order.step(step)
+        return len(samples) if self.lengths is None else sum(self.lengths[s] for s in samples)
+
+    def steps(self, start: int, stop: int) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of steps start … stop - 1."""
+        ahead, behind = (map(self.plan, range(start, stop)) for _ in range(2))
+        batches = iter(self._loader(chain.from_iterable(ahead)))
+        for plan in behind:
+            yield [MicroBatch(next(batches), bool(samples), samples) for samples in plan]
+
+    def once(self) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of one pass over all samples."""
+        plan = evaluation_batches(len(self.data), self.lengths, self.ranks, self.cut)[self.rank]
+        for batch, samples in zip(self._loader(plan), plan, strict=True):
+            yield MicroBatch(batch, bool(samples), samples)
+
+    def _loader(self, plan: Any) -> DataLoader:
+        return DataLoader(
+            self.data,
+            batch_sampler=(samples or [0] for samples in plan),  # type: ignore[arg-type]
+            collate_fn=self.collate,
+            num_workers=self.workers,
+            pin_memory=self.pin_memory,
+            generator=torch.Generator(),  # its own, so that starting a loader leaves dropout as it was
+        )

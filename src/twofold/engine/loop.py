@@ -1,0 +1,188 @@
+"""The training loop: take a step's micro-batches, run the step, check, log, evaluate, save.
+
+It knows no method and no strategy: what is learned is the task's business, how it is spread is the step's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from twofold.config.schema import TrainConfig
+from twofold.engine.checkpoint import Checkpoints, Progress
+from twofold.engine.evaluate import evaluate
+from twofold.engine.feed import Feed
+from twofold.engine.optim import lr_factor
+from twofold.engine.step import StepResult, Sums, TrainStep
+from twofold.mesh.mesh import Mesh
+from twofold.monitor.callback import Callback
+from twofold.monitor.memory import process_memory_mb
+from twofold.task import Task
+
+
+class NotFinite(ArithmeticError):
+    """A loss or a gradient became NaN or infinite."""
+
+
+@dataclass
+class Result:
+    """What a run came to. loss: of the last logged window; best_loss: the lowest evaluation loss, if any."""
+
+    steps: int
+    seconds: float
+    loss: float | None = None
+    eval_loss: float | None = None
+    best_loss: float | None = None
+    best_step: int | None = None
+    run_folder: Path | None = None
+    export: Path | None = None
+
+
+@dataclass
+class Loop:
+    """Everything a run needs, put together by the Trainer; `run` goes from progress.step to max_steps."""
+
+    task: Task
+    train: Feed
+    evaluation: Feed | None
+    step: TrainStep
+    mesh: Mesh
+    config: TrainConfig
+    max_steps: int
+    checkpoints: Checkpoints
+    progress: Progress
+    facts: dict[str, Any]
+    callbacks: Sequence[Callback]
+    autocast: Callable[[], AbstractContextManager[Any]]
+    samples: Callable[[int], list[dict[str, Any]]] | None = None
+    window: Sums = field(default_factory=Sums)
+    units: int = 0
+    since: float = 0.0
+    last_row: dict[str, float] = field(default_factory=dict)
+    last_eval: tuple[int, float] | None = None
+    unchecked: list[tuple[int, StepResult]] = field(default_factory=list)
+
+    def tell(self, event: str, *args: Any) -> None:
+        """Calls an event on every callback that wants it on this rank."""
+        for callback in self.callbacks:
+            if self.mesh.is_zero or not callback.rank_zero_only:
+                getattr(callback, event)(*args)
+
+    def run(self) -> Result:
+        began = self.since = time.perf_counter()
+        self.task.model.train()
+        for k, micro_batches in enumerate(self.train.steps(self.progress.step, self.max_steps), self.progress.step):
+            logs = (k + 1) % self.config.logging_steps == 0 or k + 1 == self.max_steps
+            lr = self._set_lr(k)
+            result = self.step(micro_batches, want_norm=logs)
+            self.progress.step = k + 1
+            self._check(k, result, now=logs)
+            self.window.merge(result.sums)
+            self.units += self.train.units(k)
+            self.tell("on_step", k + 1)
+            if logs:
+                self._log(k + 1, lr, result)
+            self._after(k + 1)
+        return self._finish(time.perf_counter() - began)
+
+    def _set_lr(self, k: int) -> float:
+        lr = self.config.lr * lr_factor(self.config, k, self.max_steps)
+        for group in self.step.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _after(self, step: int) -> None:
+        """Evaluates and saves where this step says so. A best checkpoint is saved when it is found."""
+        due = self.config.eval_steps and step % self.config.eval_steps == 0
+        best = bool(self.evaluation is not None and due and self.evaluate())
+        if best or (self.config.save_steps and step % self.config.save_steps == 0):
+            self.save(best)
+
+    def _check(self, k: int, result: StepResult, now: bool) -> None:
+        """Stops at a loss that is not finite. Reading it waits for the device, so on a GPU only where logged."""
+        self.unchecked.append((k, result))
+        if not now and self.mesh.device.type != "cpu":
+            return
+        for step, past in self.unchecked:
+            totals = [float(pair[0]) for pair in past.sums.terms.values()]
+            norm = [float(past.grad_norm)] if past.grad_norm is not None else []
+            if not all(map(math.isfinite, totals + norm)):
+                raise NotFinite(self._blame(step, past, all(map(math.isfinite, totals))))
+        self.unchecked.clear()
+
+    def _blame(self, k: int, result: StepResult, finite_loss: bool) -> str:
+        """Names the step, the samples and the last good checkpoint."""
+        plan = self.train.plan(k)
+        mine = [
+            s for part, total in zip(plan, result.local, strict=True) if not math.isfinite(float(total)) for s in part
+        ]
+        found: list[list[int]] = [mine]
+        if self.mesh.world_size > 1:
+            found = [[] for _ in range(self.mesh.world_size)]
+            dist.all_gather_object(found, mine)
+        samples = sorted({s for part in found for s in part} or self.train.order.step(k))
+        shown = ", ".join(str(s + 1) for s in samples[:32]) + (" …" if len(samples) > 32 else "")
+        latest = self.checkpoints.folder / "latest"
+        kept = f"last good checkpoint: {latest.resolve()}" if latest.exists() else "there is no checkpoint yet"
+        what = "gradient norm" if finite_loss else "loss"
+        return (
+            f"the {what} is not finite at step {k + 1}; training samples (counted from 1): {shown}; {kept}. "
+            f"Look at these samples, lower train.lr, or set train.max_grad_norm."
+        )
+
+    def _log(self, step: int, lr: float, result: StepResult) -> None:
+        now = time.perf_counter()
+        row: dict[str, Any] = {"step": step, "split": "train", **self.window.read(), "lr": lr}
+        if result.grad_norm is not None:
+            row["grad_norm"] = float(result.grad_norm)
+        unit = "samples" if self.train.lengths is None else "tokens"
+        self.progress.units += self.units
+        row[unit] = self.progress.units
+        row[f"{unit}_per_second"] = self.units / max(1e-9, now - self.since)
+        row["memory_mb"] = process_memory_mb().peak
+        row["epoch"] = step / self.train.order.steps_per_epoch
+        self.window, self.units, self.since, self.last_row = Sums(), 0, now, row
+        self.tell("on_log", row)
+
+    def evaluate(self) -> bool:
+        """Evaluates, tells it, and returns whether this is the best loss so far."""
+        assert self.evaluation is not None
+        step, paused = self.progress.step, time.perf_counter()
+        row = evaluate(self.task, self.evaluation, self.mesh, self.autocast, self.step.to_device)
+        best = self.progress.best_loss is None or row["loss"] < self.progress.best_loss
+        if best:
+            self.progress.best_loss, self.progress.best_step = row["loss"], step
+        self.last_eval = (step, row["loss"])
+        self.tell("on_eval", {"step": step, "split": "eval", **row, "best": best})
+        if self.samples is not None and self.config.eval_samples and self.mesh.is_zero:
+            self.tell("on_samples", step, self.samples(self.config.eval_samples))
+        self.since += time.perf_counter() - paused
+        return best
+
+    def save(self, best: bool = False) -> None:
+        began = time.perf_counter()
+        path = self.checkpoints.save(self.task.model, self.step.optimizer, self.progress, self.facts, best)
+        seconds = time.perf_counter() - began
+        size = sum(f.stat().st_size for f in path.iterdir()) if self.mesh.is_zero else 0
+        self.tell("on_checkpoint", self.progress.step, str(path), seconds, size)
+        self.since += seconds
+
+    def _finish(self, seconds: float) -> Result:
+        done = self.last_eval is not None and self.last_eval[0] == self.progress.step
+        best = bool(self.evaluation is not None and not done and self.evaluate())
+        self.save(best)
+        return Result(
+            steps=self.progress.step,
+            seconds=seconds,
+            loss=self.last_row.get("loss"),
+            eval_loss=self.last_eval[1] if self.last_eval else None,
+            best_loss=self.progress.best_loss,
+            best_step=self.progress.best_step,
+        )

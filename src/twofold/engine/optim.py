@@ -1,0 +1,64 @@
+"""Optimizers and learning-rate schedules.
+
+A schedule is a pure function of the optimizer step, so it has no state to save and runs at the same speed on
+any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from twofold.config.schema import TrainConfig
+from twofold.errors import UserError, nearest
+
+OPTIMIZERS = ("adamw", "sgd")
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: matrices and embeddings decay, vectors (biases, norms) do not. Frozen ones are left out."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW (arXiv 1711.05101; torch's fused kernel, on the CPU too) or SGD with momentum.
+
+    Raises UserError if nothing is trainable or the optimizer is unknown.
+    """
+    groups = decay_groups(model, config.weight_decay)
+    if not groups:
+        raise UserError("no parameter of the model is trainable: every one has requires_grad=False.")
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    raise UserError(f"train.optimizer: unknown optimizer '{config.optimizer}'. {nearest(config.optimizer, OPTIMIZERS)}")
+
+
+def warmup_steps(config: TrainConfig, max_steps: int) -> int:
+    return config.warmup_steps or math.ceil(config.warmup_ratio * max_steps)
+
+
+def lr_factor(config: TrainConfig, step: int, max_steps: int) -> float:
+    """The learning rate of step `step` (from 0) as a share of `lr`.
+
+    Warm-up rises linearly to 1; then constant, linear to 0 at `max_steps`, or half a cosine to 0 there (the
+    same values as transformers' get_linear_schedule_with_warmup and get_cosine_schedule_with_warmup).
+    """
+    warmup = warmup_steps(config, max_steps)
+    if step < warmup:
+        return step / warmup
+    progress = (step - warmup) / max(1, max_steps - warmup)
+    if config.schedule == "linear":
+        return max(0.0, 1.0 - progress)
+    if config.schedule == "cosine":
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+    return 1.0

@@ -1,0 +1,149 @@
+"""A causal language model that returns the log-probabilities of chosen tokens instead of logits.
+
+`CausalLM` wraps any Hugging Face causal model (with a LoRA adapter in it or not) and keeps it whole: names,
+hooks and `save_pretrained` stay the model's own. The output head runs at the chosen positions only, a chunk
+at a time, so full-vocabulary logits of prompts and padding never exist.
+
+What a model can do is not looked up in a table but tried on a dozen tokens (`examine`): whether concatenated
+samples give the same hidden states as each alone, and whether the head is a plain linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from twofold.models import attention
+from twofold.ops.logps import chunked_logps, linear_logps
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What `examine` found. `why` says in words why a model cannot run without padding ("" if it can)."""
+
+    packed: bool
+    plain_head: bool
+    why: str = ""
+
+
+def bare(model: nn.Module) -> Any:
+    """The Hugging Face model itself, below a PEFT wrapper if there is one (adapter layers stay inside it)."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def decoder_name(model: Any) -> str:
+    """The attribute that holds a causal model without its head ("model", "transformer", …)."""
+    return model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
+
+
+def decoder(model: Any) -> Any:
+    return getattr(model, decoder_name(model))
+
+
+class CausalLM(nn.Module):
+    """model: a Hugging Face causal model or a PEFT model around one; packed: samples come without padding."""
+
+    def __init__(self, model: nn.Module, abilities: Abilities, packed: bool = True) -> None:
+        super().__init__()
+        self.hf = model
+        self.abilities = abilities
+        self.packed = packed and abilities.packed
+        if self.packed:
+            bare(model).set_attn_implementation(attention.NAME)
+
+    def forward(self, input_ids: Tensor, predict_at: Tensor, targets: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of `targets`.
+
+        input_ids: [rows, tokens]; predict_at: [n] flat positions (row * tokens + position) whose next token is
+        a target; targets: [n] token ids; inputs: what else the decoder takes (position_ids, attention_mask,
+        sample_lengths). Returns (logp, mean), fp32 [n] each: see `twofold.ops.logps.linear_logps`.
+        """
+        model = bare(self.hf)
+        hidden = decoder(model)(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
+        hidden = hidden.flatten(0, 1).index_select(0, predict_at)
+        head = model.get_output_embeddings()
+        if self.abilities.plain_head and type(head) is nn.Linear:
+            return linear_logps(hidden, targets, head.weight, head.bias)
+        return chunked_logps(hidden, targets, lambda h: head_logits(model, h))
+
+
+class _HeadOnly:
+    """A stand-in for a model whose decoder has already run: its forward is only what follows the decoder."""
+
+    def __init__(self, model: Any, hidden: Tensor) -> None:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        self._model = model
+        output = BaseModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[arg-type]
+        setattr(self, decoder_name(model), lambda *args, **kwargs: output)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def head_logits(model: Any, hidden: Tensor) -> Tensor:
+    """The model's own logits for hidden states [n, width]: head, scaling, soft-capping, whatever it does."""
+    output = type(model).forward(_HeadOnly(model, hidden[None]), input_ids=None, use_cache=False)
+    return output.logits[0]
+
+
+@torch.no_grad()
+def examine(model: nn.Module) -> Abilities:
+    """Tries the model on two short samples, alone and concatenated. Costs two forward passes of ten tokens.
+
+    Raises TypeError if it is no causal language model.
+    """
+    hf = bare(model)
+    if hf.get_output_embeddings() is None or not hasattr(hf, decoder_name(hf)):
+        raise TypeError(f"{type(hf).__name__} has no output head over a vocabulary: it is no causal language model")
+    was_training = model.training
+    model.eval()
+    try:
+        return _examine(hf)
+    finally:
+        model.train(was_training)
+
+
+def _examine(hf: Any) -> Abilities:
+    device = hf.get_input_embeddings().weight.device
+    vocabulary = hf.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocabulary, (2, 6), generator=torch.Generator().manual_seed(0)).to(device)
+    lengths = (6, 4)
+    alone = decoder(hf)(input_ids=ids, use_cache=False).last_hidden_state
+    logits = hf(input_ids=ids, use_cache=False).logits[0]
+    head = hf.get_output_embeddings()
+    plain = type(head) is nn.Linear and _close(F.linear(alone[0], head.weight, head.bias), logits)
+    why = _why_not_packed(hf, ids, lengths, torch.cat([alone[0], alone[1, :4]]))
+    return Abilities(packed=not why, plain_head=plain, why=why)
+
+
+def _why_not_packed(hf: Any, ids: Tensor, lengths: Sequence[int], expected: Tensor) -> str:
+    name = type(hf).__name__
+    if getattr(hf.config, "attention_chunk_size", None):
+        return f"{name} attends in chunks"
+    if not (getattr(hf, "_supports_attention_backend", False) or getattr(hf, "_supports_flash_attn", False)):
+        return f"{name} does not let its attention be replaced"
+    row = torch.cat([ids[0], ids[1, : lengths[1]]])[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].to(ids.device)
+    try:
+        with attention.attention(hf, attention.NAME):
+            inputs = {"position_ids": positions, "sample_lengths": tuple(lengths)}
+            packed = decoder(hf)(input_ids=row, use_cache=False, **inputs).last_hidden_state[0]
+    except Exception as error:  # any failure means the same: this model runs with padding
+        return f"{name} fails on concatenated samples ({type(error).__name__}: {str(error).splitlines()[0][:80]})"
+    return "" if _close(packed, expected) else f"{name} mixes concatenated samples"
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Equal up to the rounding of the dtype, relative to the largest value."""
+    tolerance = 1e-4 if a.dtype == torch.float32 else 5e-2 if a.dtype in (torch.float16, torch.bfloat16) else 1e-8
+    a, b = a.double(), b.double()
+    return bool((a - b).abs().max() <= tolerance * b.abs().max())
+
+
+attention.register()

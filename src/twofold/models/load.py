@@ -1,0 +1,84 @@
+"""Models and tokenizers by folder or name.
+
+A model is a folder in Hugging Face's layout, a .gguf file, the name of a packaged model (`gguf.PACKAGED`), or
+a name that transformers can fetch from the hub or its cache.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from twofold.errors import UserError
+from twofold.models import gguf
+
+
+def resolve_model_path(path: str) -> str:
+    """What `from_pretrained` is to be given for a model path or name. Raises UserError if it leads nowhere."""
+    if path in gguf.PACKAGED:
+        return str(gguf.converted(gguf.packaged_file(path)))
+    local = Path(path).expanduser()
+    if local.is_file() and local.suffix == ".gguf":
+        return str(gguf.converted(local))
+    if local.is_dir():
+        if not any((local / name).exists() for name in ("config.json", "adapter_config.json")):
+            raise UserError(f"model.path: {path} holds no config.json: give the folder of a Hugging Face model.")
+        return str(local)
+    if local.exists() or local.is_absolute() or path.startswith(".") or path.count("/") > 1:
+        raise UserError(f"model.path: {path} is no model folder and no .gguf file{_nearby(local)}.")
+    return path
+
+
+def _nearby(path: Path) -> str:
+    parent = path.parent
+    if not parent.is_dir():
+        return f" (there is no folder {parent})"
+    names = sorted(os.listdir(parent))[:8]
+    return f"; {parent} holds: {', '.join(names) or 'nothing'}"
+
+
+@contextmanager
+def _from_hub(path: str) -> Any:
+    """Turns the many ways of not finding a model into one line."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        known = ", ".join(gguf.PACKAGED)
+        raise UserError(
+            f"model.path: '{path}' could not be loaded: {first} "
+            f"(Give a folder, a .gguf file, a hub name that can be reached, or a packaged model: {known}.)"
+        ) from error
+
+
+def load_tokenizer(path: str, chat_template: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model path or name; `chat_template` (a file or the template itself) replaces its own."""
+    from transformers import AutoTokenizer
+
+    with _from_hub(path):
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model_path(path), trust_remote_code=trust_remote_code)
+    if chat_template is not None:
+        tokenizer.chat_template = _template_text(chat_template)
+    return tokenizer
+
+
+def _template_text(template: str) -> str:
+    if "{" in template or "\n" in template:
+        return template
+    file = Path(template).expanduser()
+    if not file.is_file():
+        raise UserError(f"model.chat_template: there is no file {template}{_nearby(file)}.")
+    return file.read_text(encoding="utf-8")
+
+
+def load_model(path: str, dtype: Any = None, trust_remote_code: bool = False) -> Any:
+    """The causal model of a path or name, on the CPU, in `dtype` (default: fp32)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with _from_hub(path):
+        return AutoModelForCausalLM.from_pretrained(
+            resolve_model_path(path), dtype=dtype or torch.float32, trust_remote_code=trust_remote_code
+        )

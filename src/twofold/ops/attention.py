@@ -1,0 +1,117 @@
+"""Attention over concatenated samples: each sample attends to itself alone, and no mask is ever built.
+
+Samples of lengths n_1 … n_k lie one after the other in one row of sum(n) tokens. The CPU path runs
+scaled-dot-product attention sample by sample (cost: the sum of n_i², against (sum of n_i)² with a mask); the
+CUDA path is torch's variable-length flash attention. Both are aware of grouped queries: fewer key/value
+heads than query heads, without repeating them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of each sample to itself.
+
+    query: [1, heads, tokens, head_dim]; key, value: [1, kv_heads, tokens, head_dim];
+    lengths: tokens of each sample, in order, as Python numbers (their sum is `tokens`);
+    window: how many tokens back, itself included, a token sees; softcap: logits become cap * tanh(logits / cap).
+    Returns [1, tokens, heads, head_dim].
+    """
+    if query.is_cuda and softcap is None and dropout == 0.0 and query.dtype in (torch.float16, torch.bfloat16):
+        return _varlen(query, key, value, lengths, scale, causal, window)
+    parts = []
+    for q, k, v in zip(*(x.split(list(lengths), dim=2) for x in (query, key, value)), strict=True):
+        parts.append(_one_sample(q, k, v, scale, dropout, causal, window, softcap))
+    return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+def _one_sample(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    dropout: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    length = q.shape[2]
+    mask = None
+    if (window is not None and window < length) or (softcap is not None and causal):
+        mask = _band(length, window, causal, q.device)
+    if softcap is not None:
+        return _capped(q, k, v, mask, scale, dropout, softcap)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _band(length: int, window: int | None, causal: bool, device: torch.device) -> Tensor:
+    """True where a token (row) may look at a token (column): [length, length]."""
+    position = torch.arange(length, device=device)
+    back = position[:, None] - position[None, :]
+    band = back >= 0 if causal else torch.ones_like(back, dtype=torch.bool)
+    return band if window is None else band & (back < window)
+
+
+def _capped(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, dropout: float, cap: float
+) -> Tensor:
+    """Attention with soft-capped logits (Gemma 2, arXiv 2408.00118, section 2)."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    logits = q @ k.transpose(2, 3) * (scale if scale is not None else q.shape[-1] ** -0.5)
+    logits = cap * torch.tanh(logits / cap)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf"))
+    exact = torch.promote_types(q.dtype, torch.float32)
+    return F.dropout(logits.softmax(-1, dtype=exact).to(q.dtype), dropout) @ v
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ends = ends.to(query.device, non_blocking=True)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    left = -1 if window is None else window - 1
+    longest = max(lengths)
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(left, 0 if causal else -1),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out.unsqueeze(0)

@@ -1,0 +1,139 @@
+"""Log-probabilities of target tokens from hidden states, without ever holding all the logits.
+
+The output head is applied to a few hundred positions at a time. For a plain linear head the gradient with
+respect to the hidden states is taken in the forward pass, while a chunk's probabilities are at hand:
+
+    logp_i  = z_it - lse(z_i)             d logp_i / d h_i  = W_t - p_i W
+    mean_i  = mean_j z_ij - lse(z_i)      d mean_i / d h_i  = mean_j W_j - p_i W        (z_i = W h_i, p_i = softmax(z_i))
+
+so a frozen head (LoRA) costs two matrix products in all, and a trained one only computes a chunk's logits
+again where its probabilities did not fit into `KEEP_BYTES`. Any other head runs chunk by chunk under
+activation checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_BYTES = 64 << 20
+KEEP_BYTES = 192 << 20
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """How many positions make a chunk: fp32 logits of about `CHUNK_BYTES`."""
+    return max(16, CHUNK_BYTES // (4 * vocabulary))
+
+
+def linear_logps(hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities under logits = hidden @ weight.T + bias.
+
+    hidden: [n, width]; targets: [n] token ids; weight: [vocabulary, width]; bias: [vocabulary] or None.
+    Returns (logp, mean): logp[i] = log p(targets[i] | hidden[i]) and mean[i] = the mean over the vocabulary of
+    log p(j | hidden[i]), both fp32 [n]. The second is what label smoothing needs.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        return _LinearLogps.apply(hidden, targets, weight, bias)
+
+
+def chunked_logps(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """The same for any head, a function from hidden states [m, width] to logits [m, vocabulary]."""
+
+    def one(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        logp = F.log_softmax(head(h).float(), dim=-1)
+        return logp.gather(1, t[:, None])[:, 0], logp.mean(-1)
+
+    rows = 256  # the vocabulary of an unknown head is not known before it has run
+    parts = [
+        checkpoint(one, h, t, use_reentrant=False) for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)
+    ]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+def _probabilities(h: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(probabilities, log-sum-exp of the logits, mean of the logits): [m, vocabulary], [m], [m], at least fp32."""
+    logits = F.linear(h, weight, bias)
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    mean = logits.mean(-1)
+    top = logits.amax(-1)
+    p = logits.sub_(top[:, None]).exp_()  # in place: on CPU a fresh buffer costs more than the arithmetic
+    total = p.sum(-1)
+    return p.div_(total[:, None]), total.log_().add_(top), mean
+
+
+class _LinearLogps(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        w = weight.to(hidden.dtype)
+        b = None if bias is None else bias.to(hidden.dtype)
+        want_h, want_w = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
+        rows = chunk_rows(weight.shape[0])
+        logps, means, pulls, kept = [], [], [], []
+        room = KEEP_BYTES if want_w else 0
+        for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
+            p, lse, mean = _probabilities(h, w, b)
+            target = (h.to(lse.dtype) * w[t]).sum(-1)
+            logps.append((target if b is None else target + b[t]) - lse)
+            means.append(mean - lse)
+            if not (want_h or want_w):
+                continue
+            pulls.append(p.to(w.dtype) @ w)  # p W, [m, width]
+            room -= p.numel() * p.element_size()
+            kept.append(p if room >= 0 else None)
+        if pulls:
+            ctx.save_for_backward(hidden, targets, weight, bias, torch.cat(pulls))
+            ctx.kept = kept
+        return torch.cat(logps), torch.cat(means)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None]:
+        g_logp, g_mean = grads
+        hidden, targets, weight, bias, pulls = ctx.saved_tensors
+        w = weight.to(hidden.dtype)
+        grad_h = grad_w = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_h = g_logp[:, None] * (w[targets] - pulls) - g_mean[:, None] * pulls
+            grad_h = (grad_h + g_mean[:, None] * w.mean(0)).to(hidden.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_w, grad_b = _head_gradient(hidden, targets, w, bias, g_logp, g_mean, ctx.kept)
+            grad_w = grad_w.to(weight.dtype)
+        ctx.kept = None
+        return grad_h, None, grad_w, grad_b
+
+
+def _head_gradient(
+    hidden: Tensor,
+    targets: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    g_logp: Tensor,
+    g_mean: Tensor,
+    kept: list[Tensor | None],
+) -> tuple[Tensor, Tensor | None]:
+    """d/dW: the sum over i of (g_i (onehot_i - p_i) + m_i (1/V - p_i)) h_iᵀ; d/db the same without h."""
+    rows = chunk_rows(w.shape[0])
+    grad_w = torch.zeros_like(w)
+    grad_b = None if bias is None else torch.zeros_like(w[:, 0])
+    pieces = (x.split(rows) for x in (hidden, targets, g_logp, g_mean))
+    for (h, t, g, m), p in zip(zip(*pieces, strict=True), kept, strict=True):
+        if p is None:
+            p, _, _ = _probabilities(h, w, None if bias is None else bias.to(w.dtype))
+        d = p.mul_(-(g + m)[:, None])
+        d[torch.arange(len(t), device=t.device), t] += g
+        d += (m / w.shape[0])[:, None]
+        d = d.to(w.dtype)
+        grad_w.addmm_(d.T, h)
+        if grad_b is not None:
+            grad_b += d.sum(0)
+    return grad_w, None if grad_b is None or bias is None else grad_b.to(bias.dtype)

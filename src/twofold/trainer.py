@@ -1,0 +1,261 @@
+"""`Trainer`: any task, on any layout, from Python. It puts the parts together; the loop runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twofold.config.dump import dump_groups
+from twofold.config.load import validate_kwargs
+from twofold.config.schema import RunConfig, TrainConfig
+from twofold.errors import UserError, show_plainly
+from twofold.mesh.devices import resolve
+from twofold.mesh.launch import ensure_workers, is_worker
+from twofold.monitor.callback import Callback
+from twofold.monitor.run_folder import RunFolder, default_name
+from twofold.monitor.status import close_status
+from twofold.parallel import Parallel, parse
+from twofold.task import Task
+
+if TYPE_CHECKING:
+    from twofold.data.order import Cut
+    from twofold.engine.feed import Feed
+    from twofold.engine.loop import Loop, Result
+    from twofold.engine.source import Source
+    from twofold.mesh.mesh import Mesh
+
+show_plainly()
+_OWN_ARGUMENTS = ("callbacks", "config_text")
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a method adds to a run: how micro-batches are cut, the start table's rows, evaluation samples
+    (count -> samples), what writes the export (folder -> lines that say how to use it), what a resumed run must share with the saved one, and what the user should be told."""
+
+    cut: Cut | None = None
+    lengths: Sequence[int] | None = None
+    eval_lengths: Sequence[int] | None = None
+    info: Mapping[str, str] | None = None
+    samples: Callable[[int], list[dict[str, Any]]] | None = None
+    export: Callable[[Path], list[str]] | None = None
+    facts: Mapping[str, Any] | None = None
+    warnings: Sequence[str] = ()
+
+
+class Trainer:
+    """Runs a task: `Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=3).fit(task, rows)`.
+
+    accelerator: auto | cpu | gpu; devices: how many, on each of num_nodes machines; strategy: auto | single |
+    ddp, or a `Parallel`; precision: 32 | bf16-mixed | bf16-true; callbacks: `Callback`s of your own;
+    config_text: what the run folder's config.yaml says (default: these settings);
+    settings: any field of `TrainConfig` and `RunConfig` (lr, max_steps, global_batch_size, eval_steps, name …).
+
+    With devices > 1 in a plain script, making a Trainer starts the script again once for every device and
+    waits: code after it runs in those workers, and their first one's exit code becomes the script's. Under
+    torchrun it joins. Raises UserError for what cannot be, before any worker starts.
+    """
+
+    def __init__(
+        self,
+        accelerator: str = "auto",
+        devices: int | str = "auto",
+        num_nodes: int = 1,
+        strategy: str | Parallel = "auto",
+        precision: int | str = 32,
+        callbacks: Sequence[Callback] = (),
+        config_text: str | None = None,
+        **settings: Any,
+    ) -> None:
+        where = {"accelerator": accelerator, "devices": devices, "num_nodes": num_nodes, "precision": precision}
+        if isinstance(strategy, str):
+            where["strategy"] = strategy
+        self.config, self.run_config = validate_kwargs((TrainConfig, RunConfig), where | settings, _OWN_ARGUMENTS)
+        self.callbacks = list(callbacks)
+        self.device_type, self.devices = resolve(accelerator, devices)
+        self.layout = parse(strategy, self.devices * num_nodes)
+        _check_precision(precision)
+        self._config_text = config_text or dump_groups(train=self.config, run=self.run_config)
+        self._made_by_agent = RunFolder.from_agent()
+        name = self.run_config.name or default_name("run")
+        self.folder = self._made_by_agent or RunFolder(Path(self.run_config.folder) / name)
+        if not is_worker():
+            self._start()
+
+    def _start(self) -> None:
+        """In the process that the user started: refuses what cannot be; starts the workers if there are to be some."""
+        self.folder.check(resume=bool(self.run_config.resume))
+        if self.devices > 1:
+            self._create_folder()
+        try:
+            where = self.device_type, self.devices, self.run_config.num_nodes
+            ensure_workers(*where, self.folder.logs, self.run_config.threads)
+        except SystemExit as end:
+            if end.code:
+                close_status(self.folder.status, f"ended with exit code {end.code}")
+            raise
+
+    def _create_folder(self) -> None:
+        layout = {"parallel": str(self.layout), "ranks": self.layout.world_size, "device": self.device_type}
+        self.folder.create(self._config_text, layout, resume=bool(self.run_config.resume))
+
+    def fit(self, task: Task, train: Any, eval: Any = None, extras: Extras | None = None) -> Result:
+        """Trains `task` on `train`, evaluating on `eval`.
+
+        train, eval: anything with len and [i] (a list of rows, a torch or `datasets` data set), or a
+        DataLoader, whose data set, batch size, shuffling and collate function are taken over (its batch size
+        is then the global one). The task's `collate` makes batches of samples. Returns a `Result`.
+        """
+        from twofold.mesh.guard import guard
+        from twofold.mesh.mesh import Mesh
+
+        _check_task(task)
+        extras = extras or Extras()
+        with guard(self.folder.logs):
+            mesh = Mesh.join(self.device_type)
+            self.folder = RunFolder(mesh.broadcast_object(self.folder.path))
+            return self._run(self._loop(task, train, eval, extras, mesh), extras)
+
+    def _loop(self, task: Task, train: Any, eval: Any, extras: Extras, mesh: Mesh) -> Loop:
+        """Everything that the loop needs, from the settings."""
+        from twofold.engine.checkpoint import Checkpoints, Progress, find
+        from twofold.engine.loop import Loop
+        from twofold.engine.optim import build_optimizer
+        from twofold.engine.precision import Precision
+        from twofold.engine.source import count_steps, mover, open_source, seed_everything
+        from twofold.engine.step import TrainStep
+        from twofold.parallel.data import Replicated
+
+        precision = Precision.parse(self.run_config.precision)
+        task.model.to(precision.parameter_dtype)
+        layout = Replicated(task.model, mesh)
+        optimizer = build_optimizer(task.model, self.config)
+        feed = self._feed(open_source(train, task, self.config, "train"), extras.lengths, extras.cut, mesh)
+        evaluation = None
+        if eval is not None:
+            evaluation = self._feed(open_source(eval, task, self.config, "eval"), extras.eval_lengths, extras.cut, mesh)
+        checkpoints = Checkpoints(self.folder.checkpoints, mesh, self.config.save_total_limit)
+        order = feed.order
+        facts = {"samples": order.samples, "global_batch_size": order.global_batch_size, "seed": order.seed}
+        facts |= {"shuffle": order.shuffle, **(extras.facts or {})}
+        seed_everything(self.config.seed + mesh.rank)
+        progress, resumed = Progress(), find(checkpoints.folder, self.run_config.resume)
+        if resumed is not None:
+            progress = checkpoints.load(resumed, task.model, optimizer, facts)
+        autocast, to_device = precision.autocast(mesh.device.type), mover(mesh.device)
+        loop = Loop(
+            task=task,
+            train=feed,
+            evaluation=evaluation,
+            step=TrainStep(task, layout, optimizer, mesh, autocast, to_device, self.config.max_grad_norm),
+            mesh=mesh,
+            config=self.config,
+            max_steps=count_steps(self.config, order),
+            checkpoints=checkpoints,
+            progress=progress,
+            facts=facts,
+            callbacks=self._watchers(),
+            autocast=autocast,
+            samples=extras.samples,
+        )
+        self._open_run(loop, extras)
+        return loop
+
+    def _feed(self, source: Source, lengths: Sequence[int] | None, cut: Cut | None, mesh: Mesh) -> Feed:
+        from twofold.data.order import Cut, Order
+        from twofold.engine.feed import Feed
+
+        order = Order(len(source.data), source.global_batch_size, self.config.seed, source.shuffle)
+        cut = cut or Cut(self.config.micro_batch_tokens, self.config.micro_batch_size)
+        pin = mesh.device.type == "cuda"
+        return Feed(source.data, lengths, source.collate, order, cut, mesh.rank, mesh.world_size, source.workers, pin)
+
+    def _watchers(self) -> list[Callback]:
+        """What writes the run folder and the console, then the user's own callbacks."""
+        from twofold.monitor.console import Console
+        from twofold.monitor.metrics import MetricsFile
+        from twofold.monitor.status import Status
+
+        own = [MetricsFile(self.folder.metrics), Status(self.folder.status), Console(self.run_config.progress)]
+        return [*own, *self.callbacks]
+
+    def _open_run(self, loop: Loop, extras: Extras) -> None:
+        """Makes the run folder, where the agent has not, then tells everyone that the run starts."""
+        from twofold.monitor.logs import setup_logging
+
+        if self._made_by_agent is None and loop.mesh.is_zero:
+            self._create_folder()
+        loop.mesh.barrier()
+        setup_logging(self.folder.logs, loop.mesh.rank)
+        loop.tell("on_start", _info(self, loop, extras))
+        for text in extras.warnings:
+            loop.tell("on_warning", text)
+
+    def _run(self, loop: Loop, extras: Extras) -> Result:
+        """Runs the loop and tells the callbacks how it ended."""
+        try:
+            result = loop.run()
+            result.run_folder = self.folder.path
+            following: list[str] = []
+            if extras.export is not None:
+                result.export = self.folder.export
+                following = extras.export(result.export) if loop.mesh.is_zero else []
+            loop.mesh.barrier()
+        except BaseException as error:
+            loop.tell("on_error", error, loop.progress.step)
+            raise
+        loop.tell("on_end", _summary(result, following))
+        return result
+
+
+def _check_precision(precision: int | str) -> None:
+    from twofold.engine.precision import Precision
+
+    Precision.parse(precision)
+
+
+def _check_task(task: Any) -> None:
+    for name in ("inputs", "loss", "collate", "weights"):
+        if not callable(getattr(task, name, None)):
+            raise UserError(
+                f"{type(task).__name__} is no Task: it has no method '{name}'. Derive it from twofold.Task."
+            )
+    if not hasattr(task, "model"):
+        raise UserError(f"{type(task).__name__} sets no `model`: assign an nn.Module to self.model in __init__.")
+
+
+def _info(trainer: Trainer, loop: Loop, extras: Extras) -> dict[str, Any]:
+    """The start table, row by row, and where the run begins and ends."""
+    config, mesh, model = trainer.config, loop.mesh, loop.task.model
+    every = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    order = loop.train.order
+    epochs = loop.max_steps / order.steps_per_epoch
+    plan = f"{loop.max_steps} steps · {epochs:.1f} epochs · {config.optimizer}, {config.schedule} lr {config.lr:.1e}"
+    if config.eval_steps and loop.evaluation is not None:
+        plan += f" · evaluation every {config.eval_steps}"
+    table = {
+        "model": type(model).__name__,
+        "parameters": f"{every / 1e6:,.1f} M · {trained / 1e6:,.2f} M trainable ({100 * trained / every:.2f} %)",
+        "data": f"{order.samples:,} samples",
+        "batch": f"{order.global_batch_size} samples a step over {mesh.world_size} rank(s)",
+        "plan": plan,
+        "layout": f"{trainer.layout} on {trainer.device_type} · precision {trainer.run_config.precision}",
+        "run": str(trainer.folder.path),
+    }
+    return table | dict(extras.info or {}) | {"max_steps": loop.max_steps, "start_step": loop.progress.step}
+
+
+def _summary(result: Result, following: list[str]) -> dict[str, Any]:
+    return {
+        "steps": result.steps,
+        "seconds": result.seconds,
+        "loss": result.loss,
+        "best_loss": result.best_loss,
+        "best_step": result.best_step,
+        "export": str(result.export) if result.export else None,
+        "run": str(result.run_folder),
+        "next": following,
+    }
