@@ -26,8 +26,9 @@ def attention(
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    pieces = zip(*(x.split(cuts, dim=2) for x in (query, key, value)), strict=True)
-    out = [scaled_dot_product_attention(*qkv, is_causal=True, scale=scaling, enable_gqa=True) for qkv in pieces]
+    out = []
+    for q, k, v in zip(*(x.split(cuts, dim=2) for x in (query, key, value)), strict=True):
+        out.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True))
     return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None
 
 
@@ -83,7 +84,7 @@ def loop(kind: str, only_labels: bool = False, unpadded: bool = False, fused: bo
     model = prepared(unpadded)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR["llama"], weight_decay=0.0, fused=fused or None)
     batches = data.batches(data.synthetic(all_labels=kind == "all"))
-    meter, losses = Meter(), []
+    meter = Meter()
     meter.reset_memory()
     for step, batch in enumerate(batches, start=1):
         inputs, labels = (joined if unpadded else padded)(batch)
@@ -92,10 +93,10 @@ def loop(kind: str, only_labels: bool = False, unpadded: bool = False, fused: bo
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        meter.losses.append(loss.item())
         meter.step_done(step, len(batches))
     done = [data.tokens(batch) for batch in batches]
-    report(meter, losses, steps=len(batches) - 1, tokens=sum(done[1:]))
+    report(meter, steps=len(batches) - 1, tokens=sum(done[1:]))
 
 
 SIDES = {

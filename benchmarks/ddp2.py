@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from itertools import pairwise
 from typing import Any
 
 import rows as data
@@ -31,7 +32,7 @@ def mlp() -> Any:
     torch.manual_seed(0)
     widths = [256, 1024, 1024, 1024, 10]
     layers: list[nn.Module] = []
-    for n, m in zip(widths, widths[1:], strict=False):
+    for n, m in pairwise(widths):
         layers += [nn.Linear(n, m), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -61,9 +62,9 @@ def twofold(work: str = "module") -> None:
             meter.step_done(step, last)
 
         def on_log(self, row: dict[str, Any]) -> None:
-            losses.append(row["loss"])
+            meter.losses.append(row["loss"])
 
-    meter, losses = Meter(), []
+    meter = Meter()
     options: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": RANKS,
@@ -81,7 +82,7 @@ def twofold(work: str = "module") -> None:
     else:
         _twofold_llama(options)
     if os.environ.get("RANK", "0") == "0":
-        report(meter, losses, steps=last - 1, **_counted(work))
+        report(meter, steps=last - 1, **_counted(work))
 
 
 def _twofold_module(options: dict[str, Any]) -> None:
@@ -143,7 +144,7 @@ def raw_rank(rank: int, work: str) -> None:
     parts, model, summed, lr, log_every = (_raw_module if work == "module" else _raw_llama)(rank)
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
-    meter, losses = Meter(), []
+    meter = Meter()
     meter.reset_memory()
     for step, (part, weight) in enumerate(parts, start=1):
         total = summed(model, part)
@@ -154,10 +155,10 @@ def raw_rank(rank: int, work: str) -> None:
         if step % log_every == 0:
             shown = total.detach().clone()
             dist.all_reduce(shown)
-            losses.append(shown.item() / weight)
+            meter.losses.append(shown.item() / weight)
         meter.step_done(step, STEPS if work == "module" else data.steps())
     if rank == 0:
-        report(meter, losses, steps=step - 1, **_counted(work))
+        report(meter, steps=step - 1, **_counted(work))
     dist.destroy_process_group()
 
 
@@ -177,9 +178,8 @@ def _raw_module(rank: int) -> tuple[Any, ...]:
 
 
 def _raw_llama(rank: int) -> tuple[Any, ...]:
-    from torch import nn
-
     from ablation import joined, prepared, summed_loss
+    from torch import nn
 
     class Summed(nn.Module):  # DDP hooks forward, so the loss is computed inside it
         def __init__(self) -> None:

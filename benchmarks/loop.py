@@ -2,8 +2,8 @@
 
 The work of a step is so small that what is measured is the trainer. Every side: the same rows, torch's DataLoader
 with shuffling and default collation, fused AdamW, constant learning rate, no clipping, no checkpoints, no bar, one
-epoch, its own way of logging to its own place. Logged are: hand and Lightning, the step's loss; Twofold and HF, the mean
-since the last time (Twofold also the gradient norm, the tokens a second and the memory).
+epoch, its own way of logging to its own place. Logged are: hand and Lightning, the step's loss; Twofold and HF, the
+mean since the last time (Twofold also the gradient norm, the tokens a second and the memory).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def hand() -> None:
     model = mlp()
     optimizer = adamw(model)
     loader = DataLoader(data(), batch_size=BATCH, shuffle=True)
-    meter, losses = Meter(), []
+    meter = Meter()
     meter.reset_memory()
     with open(Path(folder()) / "metrics.jsonl", "w", encoding="utf-8") as log:
         for step, (x, y) in enumerate(loader, start=1):
@@ -65,10 +65,10 @@ def hand() -> None:
             loss.backward()
             optimizer.step()
             if step % LOG_EVERY == 0:
-                losses.append(loss.item())
-                log.write(json.dumps({"step": step, "loss": losses[-1]}) + "\n")
+                meter.losses.append(loss.item())
+                log.write(json.dumps({"step": step, "loss": meter.losses[-1]}) + "\n")
             meter.step_done(step, STEPS)
-    report(meter, losses, steps=STEPS - 1)
+    report(meter, steps=STEPS - 1)
 
 
 def twofold() -> None:
@@ -95,9 +95,9 @@ def twofold() -> None:
             meter.step_done(step, STEPS)
 
         def on_log(self, row: dict[str, Any]) -> None:
-            losses.append(row["loss"])
+            meter.losses.append(row["loss"])
 
-    meter, losses = Meter(), []
+    meter = Meter()
     Trainer(
         accelerator="cpu",
         devices=1,
@@ -111,7 +111,7 @@ def twofold() -> None:
         folder=folder(),
         callbacks=[Watch()],
     ).fit(Classify(), DataLoader(data(), batch_size=BATCH, shuffle=True))
-    report(meter, losses, steps=STEPS - 1)
+    report(meter, steps=STEPS - 1)
 
 
 def lightning() -> None:
@@ -139,10 +139,10 @@ def lightning() -> None:
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
             if (index + 1) % LOG_EVERY == 0:
-                losses.append(outputs["loss"].item())
+                meter.losses.append(outputs["loss"].item())
             meter.step_done(index + 1, STEPS)
 
-    meter, losses = Meter(), []
+    meter = Meter()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -155,7 +155,7 @@ def lightning() -> None:
         callbacks=[Watch()],
     )
     trainer.fit(Classify(), DataLoader(data(), batch_size=BATCH, shuffle=True))
-    report(meter, losses, steps=STEPS - 1)
+    report(meter, steps=STEPS - 1)
 
 
 def hf() -> None:
@@ -203,8 +203,8 @@ def hf() -> None:
     )
     trainer = Trainer(Classify(), arguments, train_dataset=data(), data_collator=collate, callbacks=[Watch()])
     trainer.train()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    report(meter, losses, steps=STEPS - 1)
+    meter.losses += [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    report(meter, steps=STEPS - 1)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ begins, so a peak of loading or tokenising does not hide that of training; `base
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Meter:
     """Times the steps after the first and follows the peak memory of all of them."""
 
     def __init__(self) -> None:
+        self.losses: list[float] = []  # of the logged steps, in order
         self.base_mb = self.peak_mb = 0.0
         self.first_step = 0
         self.begun = self.ended = 0.0
@@ -34,10 +35,8 @@ class Meter:
     def reset_memory(self) -> None:
         """Call when training begins: from here on the peak is training's."""
         self.base_mb = status_mb("VmRSS")
-        try:
+        with contextlib.suppress(OSError):  # not allowed here: the peak is then the process's whole life
             Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            pass  # not allowed here: the peak is then the process's whole life
 
     def start(self, step: int = 1) -> None:
         """Starts the clock; `step` optimizer steps are done and not counted."""
@@ -60,9 +59,9 @@ class Meter:
         return self.ended - self.begun
 
 
-def report(meter: Meter, losses: Sequence[float], **more: Any) -> None:
-    """Prints the side's JSON line. losses: of the logged steps, in order; more: steps, tokens, …"""
-    losses = [round(float(loss), 5) for loss in losses]
+def report(meter: Meter, **more: Any) -> None:
+    """Prints the side's JSON line. more: steps, tokens (or rows), targets of the measured span."""
+    losses = [round(float(loss), 5) for loss in meter.losses]
     line = {
         "seconds": meter.seconds,
         "peak_mb": meter.peak_mb,

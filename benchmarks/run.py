@@ -73,10 +73,11 @@ class Benchmark:
 
 def sft(words: Sequence[str], rounds: int = 3, grouped: bool = False, **goals: str) -> Benchmark:
     """Twofold against TRL. goals: of the rows default, packing, no_ckpt and memory (against trl_default)."""
-    peers = [Peer(f"trl_{side}", SPEED, goals.get(side), name=f"trl_{side}") for side in ("default", "packing", "no_ckpt")]
+    settings = ("default", "packing", "no_ckpt")
+    peers = [Peer(f"trl_{side}", SPEED, goals.get(side), name=f"trl_{side}") for side in settings]
     if grouped:
         peers.append(Peer("trl_grouped", SPEED, name="trl_grouped"))
-    for side in ("default", "packing", "no_ckpt"):
+    for side in settings:
         goal = goals.get("memory") if side == "default" else None
         peers.append(Peer(f"trl_{side}", MEMORY, goal, name=f"memory-trl_{side}"))
     return Benchmark("sft.py", "twofold", tuple(peers), tuple(words), rounds)

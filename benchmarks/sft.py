@@ -83,9 +83,9 @@ def twofold(model: str = "llama", kind: str = "half") -> None:
             meter.step_done(step, last)
 
         def on_log(self, row: dict[str, Any]) -> None:
-            losses.append(row["loss"])
+            meter.losses.append(row["loss"])
 
-    meter, losses = Meter(), []
+    meter = Meter()
     rows = rows_of(model, kind)
     adapter = {"kind": "lora", "r": 16, "alpha": 32} if model == "smollm2" else None
     SFTTrainer(
@@ -111,7 +111,7 @@ def twofold(model: str = "llama", kind: str = "half") -> None:
     ).train()
     done = [data.tokens(batch) for batch in data.batches(rows)]
     learned = [data.targets(batch) for batch in data.batches(rows)]
-    report(meter, losses, steps=last - 1, tokens=sum(done[1:]), targets=sum(learned[1:]))
+    report(meter, steps=last - 1, tokens=sum(done[1:]), targets=sum(learned[1:]))
 
 
 def trl_default(model: str = "llama", kind: str = "half") -> None:
@@ -183,9 +183,9 @@ def trl(model: str, kind: str, **settings: Any) -> None:
     of_first = trainer.args.gradient_accumulation_steps
     if quick():  # the loader reads one batch ahead
         counted.keep(done * of_first)
+    meter.losses += [row["loss"] for row in trainer.state.log_history if "loss" in row]
     report(
         meter,
-        [row["loss"] for row in trainer.state.log_history if "loss" in row],
         steps=done - 1,
         tokens=sum(counted.tokens[of_first:]),
         targets=sum(counted.targets[of_first:]),

@@ -25,12 +25,12 @@ def write(results: Path, page: Path) -> None:
 
 def tables(rows: list[dict[str, Any]]) -> str:
     """Two tables, the ratios and what each side did, and on what machine."""
-    out = ["| benchmark | ours | peer | unit | ours / peer | rounds | goal | holds |", "|---|---|---|---|---|---|---|---|"]
+    out = _head("benchmark", "ours", "peer", "unit", "ours / peer", "rounds", "goal", "holds")
     out += [_ratio(row) for row in rows]
     out += ["", "Steps, tokens and losses of the median round (ours → peer's):", ""]
-    out += ["| benchmark | sides | steps | tokens | targets | first loss | last loss |", "|---|---|---|---|---|---|---|"]
+    out += _head("benchmark", "sides", "steps", "tokens", "targets", "first loss", "last loss")
     out += [_work(row) for row in rows if "MB" not in row["unit"]]
-    out += [""] + sorted({_origin(row) for row in rows})
+    out += ["", *sorted({_origin(row) for row in rows})]
     return "\n".join(out) + "\n"
 
 
@@ -62,6 +62,10 @@ def _both(ours: dict[str, Any], peer: dict[str, Any], key: str) -> str:
 def _origin(row: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
     return f"- {row['date']}, {row['machine']}: {versions}"
+
+
+def _head(*names: str) -> list[str]:
+    return [_cells(list(names)), _cells(["---"] * len(names))]
 
 
 def _cells(cells: list[str]) -> str:

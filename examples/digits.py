@@ -1,7 +1,7 @@
 """A module of one's own on any layout: scikit-learn's handwritten digits.
 
-    python examples/digits.py            # one process
-    python examples/digits.py 2          # two processes, same losses
+python examples/digits.py            # one process
+python examples/digits.py 2          # two processes, same losses
 """
 
 import sys

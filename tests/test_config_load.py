@@ -110,9 +110,11 @@ WRONG_IN_FILE = [
     ("train: {shuffle: maybe}", 5, "train.shuffle: expected true or false, got 'maybe'."),
     ("model: {path: tiny, adapter: {r: 0}}", 3, "model.adapter.r: must be greater than 0, got 0."),
     ("model: {path: tiny, adapter: {target: []}}", 3, "model.adapter.target: must not be empty."),
-    ("model: {path: tiny, adapter: lora2}", 3, "model.adapter: unknown kind 'lora2'. Did you mean 'lora'? Kinds: lora."),
+    ("model: {path: tiny, adapter: lora2}", 3,
+     "model.adapter: unknown kind 'lora2'. Did you mean 'lora'? Kinds: lora."),
     ("model: {path: ''}", 3, "model.path: must not be empty."),
-    ("model: {dtype: float32}", 3, "model.path: missing. The model: a folder, a name on the hub, or a known short name."),
+    ("model: {dtype: float32}", 3,
+     "model.path: missing. The model: a folder, a name on the hub, or a known short name."),
     ("method: sftt", 2, "method: unknown kind 'sftt'. Did you mean 'sft'? Kinds: dpo, sft."),
     ("method: {kind: 3}", 2, "method: unknown kind 3. Kinds: dpo, sft."),
     ("method: ", 2, "method: missing. Kinds: dpo, sft."),
@@ -218,6 +220,7 @@ def test_kinds_join_and_replace(here: Path) -> None:
     assert read(smooth, "method={kind: dpo, beta: 0.2}").method == Dpo(beta=0.2)
     assert read(GOOD.replace("method: sft", "method: {label_smoothing: 0.1}")).method == Sft(label_smoothing=0.1)
     assert read(GOOD.replace("{kind: lora, r: 16}", "lora"), "model.adapter.r=8").model.adapter.r == 8
+    assert read(GOOD.replace("{kind: lora, r: 16}", "none"), "model.adapter.r=8").model.adapter.r == 8
     assert read(GOOD.replace("{kind: lora, r: 16}", "{}")).model.adapter.r == 16
     assert read(GOOD.replace(", adapter: {kind: lora, r: 16}", ""), "model.adapter=lora").model.adapter.r == 16
 

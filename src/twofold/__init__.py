@@ -18,7 +18,17 @@ _HOME = {
     "SFTConfig": "twofold.methods.sft",
     "UserError": "twofold.errors",
 }
-__all__ = [*_HOME, "__version__"]
+__all__ = [  # the keys of _HOME, as literals for linters and type checkers
+    "Callback",
+    "Loss",
+    "Parallel",
+    "SFTConfig",
+    "SFTTrainer",
+    "Task",
+    "Trainer",
+    "UserError",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from twofold.errors import UserError

@@ -33,7 +33,8 @@ _OWN_ARGUMENTS = ("callbacks", "config_text")
 @dataclass(frozen=True)
 class Extras:
     """What a method adds to a run: how micro-batches are cut, the start table's rows, evaluation samples
-    (count -> samples), what writes the export (folder -> lines that say how to use it), what a resumed run must share with the saved one, and what the user should be told."""
+    (count -> samples), what writes the export (folder -> lines that say how to use it), what a resumed run must
+    share with the saved one, and what the user should be told."""
 
     cut: Cut | None = None
     lengths: Sequence[int] | None = None
@@ -238,7 +239,7 @@ def _info(trainer: Trainer, loop: Loop, extras: Extras) -> dict[str, Any]:
         plan += f" · evaluation every {config.eval_steps}"
     table = {
         "model": type(model).__name__,
-        "parameters": f"{every / 1e6:,.1f} M · {trained / 1e6:,.2f} M trainable ({100 * trained / every:.2f} %)",
+        "parameters": f"{_count(every)} · {_count(trained)} trainable ({100 * trained / every:.2f} %)",
         "data": f"{order.samples:,} samples",
         "batch": f"{order.global_batch_size} samples a step over {mesh.world_size} rank(s)",
         "plan": plan,
@@ -246,6 +247,10 @@ def _info(trainer: Trainer, loop: Loop, extras: Extras) -> dict[str, Any]:
         "run": str(trainer.folder.path),
     }
     return table | dict(extras.info or {}) | {"max_steps": loop.max_steps, "start_step": loop.progress.step}
+
+
+def _count(n: int) -> str:
+    return f"{n:,}" if n < 100_000 else f"{n / 1e6:,.2f} M"
 
 
 def _summary(result: Result, following: list[str]) -> dict[str, Any]:

@@ -19,7 +19,9 @@ def add(subparsers: Any) -> None:
     )
     command.add_argument("run_folder", metavar="RUN", help="the run folder, for example runs/NAME")
     command.add_argument("--merge", action="store_true", help="merge the adapter into the model")
-    command.add_argument("--output", metavar="DIR", help="where to write (default: RUN/export)")
+    command.add_argument(
+        "--output", metavar="DIR", help="where to write (default: RUN/export, merged RUN/export-merged)"
+    )
     command.add_argument(
         "--checkpoint", choices=("latest", "best"), help="which one (default: best, or latest without evaluation)"
     )
@@ -27,8 +29,7 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exports and prints where the model lies."""
-    from twofold.models.export import export_run
+    from twofold.methods import export_run
 
-    chosen = {"checkpoint": args.checkpoint} if args.checkpoint else {}
-    print(export_run(args.run_folder, output=args.output, merge=args.merge, **chosen))
+    print(export_run(args.run_folder, output=args.output, merge=args.merge, checkpoint=args.checkpoint))
     return 0

@@ -68,10 +68,10 @@ def parse(argv: list[str]) -> argparse.Namespace | None:
 
         print(f"twofold {__version__}")
         return None
-    if hasattr(args, "overrides"):
-        args.overrides = [*args.overrides, *filter(is_override, rest)]
-        rest = [word for word in rest if not is_override(word)]
     command = getattr(args, "parser", parser)
+    if hasattr(args, "overrides"):
+        found = [word for word in rest if is_override(word) and not _nearest_option(word, command)]
+        args.overrides, rest = [*args.overrides, *found], [word for word in rest if word not in found]
     if rest:
         _refuse(rest[0], command)
     if not hasattr(args, "run"):
@@ -81,9 +81,18 @@ def parse(argv: list[str]) -> argparse.Namespace | None:
 
 
 def is_override(word: str) -> bool:
-    """Whether a word sets a key: `a.b=c`, `version=1`, `--a.b=c`."""
-    key, equals, _ = word.partition("=")
-    return bool(equals) and (not key.startswith("-") or (key.startswith("--") and "." in key))
+    """Whether a word has the form of an override: `a.b=c` or `--a.b=c`."""
+    return "=" in word and (word.startswith("--") or not word.startswith("-"))
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    return [option for action in parser._actions for option in action.option_strings]
+
+
+def _nearest_option(word: str, parser: argparse.ArgumentParser) -> str:
+    """The option of this command that `--word` may have meant, "" if none comes near."""
+    name = word.partition("=")[0]
+    return next(iter(get_close_matches(name, _options(parser), n=1, cutoff=0.7)), "") if name.startswith("-") else ""
 
 
 def _refuse(word: str, parser: argparse.ArgumentParser) -> NoReturn:
@@ -93,10 +102,9 @@ def _refuse(word: str, parser: argparse.ArgumentParser) -> NoReturn:
         raise UserError(f"'{word}' has no value. Write it as {name.removeprefix('--')}=VALUE")
     if not name.startswith("-"):
         raise UserError(f"unexpected argument '{word}'. Usage: {usage(parser)}")
-    options = [option for action in parser._actions for option in action.option_strings]
-    close = get_close_matches(name, options, n=1)
-    hint = f"Did you mean '{close[0]}'? " if close else ""
-    raise UserError(f"unknown option '{name}'. {hint}Options: {', '.join(sorted(options))}.")
+    close = _nearest_option(word, parser)
+    hint = f"Did you mean '{close}'? " if close else ""
+    raise UserError(f"unknown option '{name}'. {hint}Options: {', '.join(sorted(_options(parser)))}.")
 
 
 def usage(parser: argparse.ArgumentParser) -> str:

@@ -37,7 +37,8 @@ def _set(tree: Tree, path: KeyPath, value: Any, origin: Origin, kind_groups: set
     for depth in range(1, len(path)):
         here = path[:depth]
         old = around.get(here[-1])
-        if old is not None and not isinstance(old, dict) and not _as_group(old, here, kind_groups):
+        is_kind = isinstance(old, str) and here in kind_groups
+        if old is not None and not isinstance(old, dict) and not is_kind:
             text = f"{'.'.join(here)} is {show(old)}, not a group of keys."
             tree.faults.append(Fault(origin, text))
             return

@@ -36,7 +36,10 @@ def packed(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def padded(samples: Sequence[Mapping[str, Any]], pad: int = 0) -> dict[str, Any]:
-    """The same with one row per sample, padded on the right: input_ids, position_ids, attention_mask: [rows, longest]."""
+    """The same with one row per sample, padded on the right.
+
+    Returns input_ids, position_ids, attention_mask: [rows, longest]; the rest as from `packed`.
+    """
     lengths = [len(s["input_ids"]) for s in samples]
     longest = max(lengths)
     ids = np.full((len(samples), longest), pad, dtype=np.int64)

@@ -36,6 +36,10 @@ class Order:
     def steps_per_epoch(self) -> int:
         return ceil(self.samples / self.global_batch_size)
 
+    def size(self, k: int) -> int:
+        """How many samples step k has."""
+        return min(self.global_batch_size, self.samples - k % self.steps_per_epoch * self.global_batch_size)
+
     def step(self, k: int) -> list[int]:
         """Indices of the samples of step k (from 0), in any order of the layout's choosing."""
         epoch, batch = divmod(k, self.steps_per_epoch)

@@ -78,14 +78,12 @@ class Checkpoints:
         work = self.folder / f".saving-{final.name}"
         if self._last != final:
             if self.mesh.is_zero:
-                shutil.rmtree(work, ignore_errors=True)
+                for unfinished in self.folder.glob(".saving-*"):  # of a run that was stopped while saving
+                    shutil.rmtree(unfinished)
                 work.mkdir(parents=True)
             self.mesh.barrier()
-            dcp.save(
-                _state(model, optimizer, self.mesh.rank),
-                checkpoint_id=work,
-                no_dist=self.mesh.world_size == 1,
-            )
+            with _quiet():
+                dcp.save(_state(model, optimizer, self.mesh.rank), checkpoint_id=work)
             if self.mesh.is_zero:
                 _commit(
                     work,
@@ -238,8 +236,8 @@ def _others(path: Path) -> str:
 def _same_run(path: Path, saved: dict[str, Any], facts: dict[str, Any], world_size: int) -> None:
     if saved["world_size"] != world_size:
         raise UserError(
-            f"checkpoint {path} is from {saved['world_size']} rank(s) and this run has {world_size}: resuming on another "
-            f"layout is not in this version yet. Set run.devices={saved['world_size']}."
+            f"checkpoint {path} is from {saved['world_size']} rank(s) and this run has {world_size}: resuming on "
+            f"another layout is not in this version yet. Set run.devices={saved['world_size']}."
         )
     for name, value in facts.items():
         if name in saved["facts"] and saved["facts"][name] != value:
@@ -247,6 +245,16 @@ def _same_run(path: Path, saved: dict[str, Any], facts: dict[str, Any], world_si
                 f"checkpoint {path} was trained with {name}={saved['facts'][name]} and this run has {value}: "
                 f"resume with the same, or start a new run (run.name=…)."
             )
+
+
+def load_weights(path: Path, model: nn.Module) -> dict[str, Any]:
+    """Puts the trained weights of a checkpoint into a model of the same shape; returns the checkpoint's state."""
+    saved = verify(path)
+    state = {"model": get_model_state_dict(model, options=_MODEL)}
+    with _quiet():
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+    set_model_state_dict(model, state["model"], options=_MODEL)
+    return saved
 
 
 def find(folder: Path, resume: bool | str) -> Path | None:

@@ -31,7 +31,7 @@ def evaluate(
             batch = to_device(micro.batch)
             with autocast():
                 loss = task.loss(task.model(**task.inputs(batch)), batch)
-            sums.add(loss, micro.real, mesh.device)
+            sums.add(loss, micro.real)
     finally:
         task.model.train(was_training)
     sums.all_reduce(mesh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, tee
 from typing import Any
 
 import torch
@@ -35,12 +35,13 @@ class Feed:
 
     def units(self, step: int) -> int:
         """The tokens (or samples, where all cost the same) of a step over all ranks."""
-        samples = self.order.step(step)
-        return len(samples) if self.lengths is None else sum(self.lengths[s] for s in samples)
+        if self.lengths is None:
+            return self.order.size(step)
+        return sum(self.lengths[s] for s in self.order.step(step))
 
     def steps(self, start: int, stop: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of steps start … stop - 1."""
-        ahead, behind = (map(self.plan, range(start, stop)) for _ in range(2))
+        ahead, behind = tee(map(self.plan, range(start, stop)))  # the loader reads ahead of the loop
         batches = iter(self._loader(chain.from_iterable(ahead)))
         for plan in behind:
             yield [MicroBatch(next(batches), bool(samples), samples) for samples in plan]
@@ -54,7 +55,7 @@ class Feed:
     def _loader(self, plan: Any) -> DataLoader:
         return DataLoader(
             self.data,
-            batch_sampler=(samples or [0] for samples in plan),  # type: ignore[arg-type]
+            batch_sampler=(samples or [0] for samples in plan),
             collate_fn=self.collate,
             num_workers=self.workers,
             pin_memory=self.pin_memory,

@@ -67,6 +67,7 @@ class Loop:
     since: float = 0.0
     last_row: dict[str, float] = field(default_factory=dict)
     last_eval: tuple[int, float] | None = None
+    saved_step: int | None = None
     unchecked: list[tuple[int, StepResult]] = field(default_factory=list)
 
     def tell(self, event: str, *args: Any) -> None:
@@ -111,7 +112,7 @@ class Loop:
         if not now and self.mesh.device.type != "cpu":
             return
         for step, past in self.unchecked:
-            totals = [float(pair[0]) for pair in past.sums.terms.values()]
+            totals = [float(past.sums.total(name)) for name in past.sums.terms]
             norm = [float(past.grad_norm)] if past.grad_norm is not None else []
             if not all(map(math.isfinite, totals + norm)):
                 raise NotFinite(self._blame(step, past, all(map(math.isfinite, totals))))
@@ -170,6 +171,7 @@ class Loop:
         began = time.perf_counter()
         path = self.checkpoints.save(self.task.model, self.step.optimizer, self.progress, self.facts, best)
         seconds = time.perf_counter() - began
+        self.saved_step = self.progress.step
         size = sum(f.stat().st_size for f in path.iterdir()) if self.mesh.is_zero else 0
         self.tell("on_checkpoint", self.progress.step, str(path), seconds, size)
         self.since += seconds
@@ -177,7 +179,8 @@ class Loop:
     def _finish(self, seconds: float) -> Result:
         done = self.last_eval is not None and self.last_eval[0] == self.progress.step
         best = bool(self.evaluation is not None and not done and self.evaluate())
-        self.save(best)
+        if best or self.saved_step != self.progress.step:
+            self.save(best)
         return Result(
             steps=self.progress.step,
             seconds=seconds,

@@ -37,7 +37,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     if not groups:
         raise UserError("no parameter of the model is trainable: every one has requires_grad=False.")
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     raise UserError(f"train.optimizer: unknown optimizer '{config.optimizer}'. {nearest(config.optimizer, OPTIMIZERS)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ class Source:
     """Training or evaluation data as a Feed wants them."""
 
     data: Any
-    collate: Callable[[Sequence[Any]], Any]
+    collate: Callable[[Any], Any]
     global_batch_size: int
     shuffle: bool
     workers: int
@@ -44,8 +44,8 @@ def open_source(data: Any, task: Task, config: TrainConfig, what: str) -> Source
         or not hasattr(source.data, "__len__")
     ):
         raise UserError(
-            f"{what}: a {type(source.data).__name__} has no len and no [i]: give a list of rows or a map-style data set "
-            f"(streams are not in this version yet)."
+            f"{what}: a {type(source.data).__name__} has no len and no [i]: give a list of rows or a map-style data "
+            f"set (streams are not in this version yet)."
         )
     if len(source.data) == 0:
         raise UserError(f"{what}: the data set is empty.")

@@ -10,9 +10,9 @@ No number is read back from a tensor inside a step, so that it also runs on fake
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,71 +32,83 @@ class MicroBatch:
     samples: Sequence[int] = ()
 
 
-@dataclass
+Pair = tuple[Any, Any]  # (total, weight): scalar tensors without a graph, or Python numbers
+
+
 class Sums:
-    """Sums of totals and weights by name: terms (with their coefficients), then metrics. fp64 on the device."""
+    """Totals and weights of the terms (with their coefficients) and metrics of any number of micro-batches.
 
-    terms: dict[str, list[Tensor]] = field(default_factory=dict)
-    metrics: dict[str, list[Tensor]] = field(default_factory=dict)
-    coefficients: dict[str, float] = field(default_factory=dict)
+    Pairs are only collected, and added up (in fp64) when somebody reads: a step costs no arithmetic here.
+    """
 
-    def add(self, loss: Loss, real: bool, device: torch.device) -> None:
+    def __init__(self) -> None:
+        self.terms: dict[str, list[Pair]] = {}
+        self.metrics: dict[str, list[Pair]] = {}
+        self.coefficients: dict[str, float] = {}
+
+    def add(self, loss: Loss, real: bool) -> None:
+        """Adds a micro-batch; of a filler only the names."""
         for name, (total, weight, *coefficient) in loss.terms.items():
             self.coefficients[name] = coefficient[0] if coefficient else 1.0
-            _accumulate(self.terms, name, total, weight, real, device)
+            self.terms.setdefault(name, []).append((_detached(total), _detached(weight)) if real else (0.0, 0.0))
         for name, (total, weight) in loss.metrics.items():
-            _accumulate(self.metrics, name, total, weight, real, device)
-
-    def pairs(self) -> list[list[Tensor]]:
-        return [*self.terms.values(), *self.metrics.values()]
+            self.metrics.setdefault(name, []).append((_detached(total), _detached(weight)) if real else (0.0, 0.0))
 
     def merge(self, other: Sums) -> None:
-        """Adds what another step (already summed over the ranks) has summed."""
+        """Adds what another step has summed over the ranks."""
         self.coefficients |= other.coefficients
         for mine, theirs in ((self.terms, other.terms), (self.metrics, other.metrics)):
-            for name, (total, weight) in theirs.items():
-                pair = mine.get(name)
-                mine[name] = [total, weight] if pair is None else [pair[0] + total, pair[1] + weight]
+            for name, pairs in theirs.items():
+                mine.setdefault(name, []).extend(pairs)
 
     def all_reduce(self, mesh: Mesh) -> None:
         """Sums everything over the ranks, in one exchange."""
-        pairs = self.pairs()
-        if mesh.world_size == 1 or not pairs:
+        if mesh.world_size == 1:
             return
-        flat = mesh.all_reduce_sum(torch.stack([x for pair in pairs for x in pair]))
-        for pair, total, weight in zip(pairs, flat[::2], flat[1::2], strict=True):
-            pair[:] = total, weight
+        lists = [*self.terms.values(), *self.metrics.values()]
+        local = [x for pairs in lists for x in _sum(pairs)]
+        flat = mesh.all_reduce_sum(torch.stack([torch.as_tensor(x, device=mesh.device).double() for x in local]))
+        for pairs, total, weight in zip(lists, flat[::2], flat[1::2], strict=True):
+            pairs[:] = [(total, weight)]
 
-    def loss(self) -> Tensor:
-        """The sum over terms of coefficient * total / weight."""
-        parts = [self.coefficients[name] * _ratio(*pair) for name, pair in self.terms.items()]
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+    def weight(self, name: str) -> Any:
+        """The weight of a term: a Python number where all its weights are."""
+        return _sum(self.terms[name])[1]
+
+    def total(self, name: str) -> Any:
+        return _sum(self.terms[name])[0]
 
     def read(self) -> dict[str, float]:
-        """Everything as Python numbers: loss, each term where there are several, each metric."""
-        row = {"loss": float(self.loss())}
-        if len(self.terms) > 1:
-            row |= {name: float(_ratio(*pair)) for name, pair in self.terms.items()}
-        return row | {name: float(_ratio(*pair)) for name, pair in self.metrics.items()}
+        """Everything as Python numbers: the loss, each term where there are several, and each metric."""
+        terms = {name: _ratio(*map(float, _sum(pairs))) for name, pairs in self.terms.items()}
+        row = {"loss": sum(self.coefficients[name] * value for name, value in terms.items())}
+        if len(terms) > 1:
+            row |= terms
+        return row | {name: _ratio(*map(float, _sum(pairs))) for name, pairs in self.metrics.items()}
 
 
-def _accumulate(into: dict, name: str, total: Any, weight: Any, real: bool, device: torch.device) -> None:
-    pair = [_scalar(total, device), _scalar(weight, device)]
-    if not real:
-        pair = [torch.zeros_like(pair[0]), torch.zeros_like(pair[1])]
-    before = into.get(name)
-    into[name] = pair if before is None else [before[0] + pair[0], before[1] + pair[1]]
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
-def _scalar(value: Any, device: torch.device) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.detach().to(torch.float64)
-    return torch.tensor(value, dtype=torch.float64, device=device)
+def _sum(pairs: Sequence[Pair]) -> Pair:
+    """(sum of the totals, sum of the weights)."""
+    if len(pairs) == 1:
+        return pairs[0]
+    return _add([total for total, _ in pairs]), _add([weight for _, weight in pairs])
 
 
-def _ratio(total: Tensor, weight: Tensor) -> Tensor:
+def _add(values: Sequence[Any]) -> Any:
+    tensors = [v for v in values if isinstance(v, Tensor)]
+    numbers = sum(v for v in values if not isinstance(v, Tensor))
+    return torch.stack([t.double() for t in tensors]).sum() + numbers if tensors else numbers
+
+
+def _ratio(total: Any, weight: Any) -> Any:
     """total / weight, and 0 where there is no weight."""
-    return total / torch.where(weight == 0, 1.0, weight)
+    if isinstance(weight, Tensor):
+        return total / torch.where(weight == 0, 1.0, weight)
+    return total / weight if weight else total * 0.0
 
 
 @dataclass
@@ -130,39 +142,47 @@ class TrainStep:
 
     def __call__(self, micro_batches: Sequence[MicroBatch], want_norm: bool = False) -> StepResult:
         sums, local = Sums(), []
-        ratios: dict[str, Tensor] | None = None
+        ratios: dict[str, Any] | None = None
+        alone = len(micro_batches) == 1 and self.mesh.world_size == 1
         for i, micro in enumerate(micro_batches):
             batch = self.to_device(micro.batch)
             with self.layout.accumulate(last=i == len(micro_batches) - 1):
                 with self.autocast():
                     loss = self.task.loss(self.layout.module(**self.task.inputs(batch)), batch)
+                sums.add(loss, micro.real)
                 if ratios is None:
                     ratios = self._ratios(loss, micro_batches)
                 objective = _objective(loss, ratios)
-                (objective if micro.real else objective * 0.0).backward()
-            sums.add(loss, micro.real, self.mesh.device)
+                # Alone, its weight is the whole step's: divide now, and save a pass over the gradients.
+                factor = _ratio(1.0, next(iter(loss.terms.values()))[1]) if alone else float(micro.real)
+                objective.backward(torch.as_tensor(factor, dtype=objective.dtype, device=objective.device))
             local.append(objective.detach())
         sums.all_reduce(self.mesh)
-        grad_norm = self._normalise(sums, want_norm)
+        grad_norm = self._normalise(1.0 if alone else self._scale(sums), want_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(sums, grad_norm, local)
 
-    def _normalise(self, sums: Sums, want_norm: bool) -> Tensor | None:
-        """Divides the gradients by the first term's weight over the global batch, and clips them: one pass."""
+    def _scale(self, sums: Sums) -> Any:
+        """What turns the gradients of sums into those of the loss: 1 / the first term's weight over the step."""
+        return _ratio(self.layout.gradient_scale, sums.weight(next(iter(sums.terms))))
+
+    def _normalise(self, scale: Any, want_norm: bool) -> Tensor | None:
+        """Scales the gradients and clips them, in one pass. Returns the norm before clipping, if it was needed."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        weight = next(iter(sums.terms.values()))[1]
-        scale = self.layout.gradient_scale / torch.where(weight == 0, 1.0, weight)
         norm = None
         if self.clip is not None or want_norm:
-            norm = torch.nn.utils.get_total_norm(gradients).to(torch.float64) * scale
+            norm = torch.nn.utils.get_total_norm(gradients).double() * scale
         if self.clip is not None and norm is not None:
             scale = scale * (self.clip / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, scale.to(torch.float32))
+        if isinstance(scale, Tensor):
+            torch._foreach_mul_(gradients, scale.float())
+        elif scale != 1.0:
+            torch._foreach_mul_(gradients, scale)
         return norm
 
     @torch.no_grad()
-    def _ratios(self, loss: Loss, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    def _ratios(self, loss: Loss, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
         """term -> weight of the first term / weight of the term, over the global batch; {} for a single term."""
         if len(loss.terms) == 1:
             return {}
@@ -174,22 +194,20 @@ class TrainStep:
                 with self.autocast():
                     again = self.task.loss(unwrapped(self.layout.module)(**self.task.inputs(batch)), batch)
                 weights = {name: term[1] for name, term in again.terms.items()}
-            zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-            counted = Loss({name: (zero, weights[name]) for name in loss.terms})
-            sums.add(counted, micro.real, self.mesh.device)
+            sums.add(Loss({name: (0.0, weights[name]) for name in loss.terms}), micro.real)
         sums.all_reduce(self.mesh)
-        totals = {name: pair[1] for name, pair in sums.terms.items()}
-        first = next(iter(totals.values()))
-        return {name: _ratio(first, weight) for name, weight in totals.items()}
+        first = sums.weight(next(iter(sums.terms)))
+        return {name: _ratio(first, sums.weight(name)) for name in sums.terms}
 
 
-def _objective(loss: Loss, ratios: Mapping[str, Tensor]) -> Tensor:
+def _objective(loss: Loss, ratios: Mapping[str, Any]) -> Tensor:
     """The sum over terms of coefficient * total * ratio: divided by the first term's weight, it is the loss."""
-    parts: Iterable[Tensor] = (
-        total * (coefficient[0] if coefficient else 1.0) * (ratios[name].to(total.dtype) if ratios else 1.0)
-        for name, (total, _, *coefficient) in loss.terms.items()
-    )
-    return torch.stack(list(parts)).sum() if len(loss.terms) > 1 else next(iter(parts))
+    parts = []
+    for name, (total, _, *coefficient) in loss.terms.items():
+        factor = (coefficient[0] if coefficient else 1.0) * ratios.get(name, 1.0)
+        part = total * factor if isinstance(factor, Tensor) or factor != 1.0 else total
+        parts.append(part.to(total.dtype))
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -140,8 +140,7 @@ def _prepare_log_dir(log_dir: Path) -> Path:
             record.unlink()
     except OSError as problem:
         raise UserError(
-            f"cannot write logs to {log_dir}: {problem.strerror}. "
-            f"Give a folder that can be written (run.folder)."
+            f"cannot write logs to {log_dir}: {problem.strerror}. Give a folder that can be written (run.folder)."
         ) from None
     return log_dir.resolve()
 

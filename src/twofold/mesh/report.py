@@ -118,8 +118,7 @@ def _about_others(root: dict[str, Any], others: Sequence[dict[str, Any]], world_
     own = {rank: r for rank, r in failed.items() if rank not in same}
     stopped = set(range(world_size)) - {root["rank"]} - same - set(own) - lost
     lines = [
-        f"  rank {rank} failed too, later: {record['type']}: {record['text']}"
-        for rank, record in sorted(own.items())
+        f"  rank {rank} failed too, later: {record['type']}: {record['text']}" for rank, record in sorted(own.items())
     ]
     for ranks, what in (
         (same, "failed with the same error"),

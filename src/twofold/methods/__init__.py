@@ -1,15 +1,18 @@
 """The methods: each module of this folder with an `Options` model is one, named by its `kind`.
 
 A method is one file. It defines `Options` (a pydantic model with `kind: Literal["name"] = "name"`, in the file
-name.py), `run(config)` and `preview(config, rows)`. Importing it must not import torch: the command line asks
-all methods for their options before it knows which one it needs.
+name.py), `run(config)`, `preview(config, rows)` and `export(config, checkpoint, output, merge)`. Importing it must
+not import torch: the command line asks all methods for their options before it knows which one it needs.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
+
+from twofold.errors import UserError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -35,6 +38,29 @@ def run_method(config: Config) -> Any:
 def preview_method(config: Config, rows: int) -> str | None:
     """Shows `rows` rows as the method would train them; a text that is returned is still to be printed."""
     return _module(config).preview(config, rows)
+
+
+def export_run(
+    run_folder: str | Path, output: str | Path | None = None, merge: bool = False, checkpoint: str | None = None
+) -> Path:
+    """Writes the model of a run as a folder for others to load, and returns it.
+
+    output: default RUN/export, or RUN/export-merged where merged; checkpoint: "latest" or "best" (None: the best, or
+    the latest of a run without evaluation). Raises UserError if the folder is no run or has no such checkpoint.
+    """
+    from twofold.config.load import load
+
+    folder = Path(run_folder)
+    if not (folder / "run.json").is_file():
+        raise UserError(f"{folder} is no run folder: it holds no run.json. Give the folder of a run, like runs/NAME.")
+    checkpoints = folder / "checkpoints"
+    wanted = checkpoint or ("best" if (checkpoints / "best").exists() else "latest")
+    if not (checkpoints / wanted).exists():
+        raise UserError(f"{folder} has no {wanted} checkpoint: look into {checkpoints}.")
+    target = Path(output) if output else folder / ("export-merged" if merge else "export")
+    config = load(folder / "config.yaml", [], method_options())
+    _module(config).export(config, (checkpoints / wanted).resolve(), target, merge)
+    return target
 
 
 def _module(config: Config) -> Any:

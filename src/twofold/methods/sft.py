@@ -122,10 +122,7 @@ class SFTTrainer:
 
         name = str(model) if isinstance(model, str | Path) else type(model).__name__
         if isinstance(model, str | Path):
-            import torch
-
-            dtype = getattr(torch, self.args.dtype) if self.args.dtype else None
-            model = load_model(str(model), dtype, self.args.trust_remote_code)
+            model = load_model(str(model), _dtype(self.args.dtype), self.args.trust_remote_code)
         return build_model(model, self.args, self.trainer.config.seed, self.tokenizer, name)
 
     def train(self) -> Result:
@@ -238,3 +235,34 @@ def run(config: Config) -> Result:
     from twofold.config.dump import dump
 
     return SFTTrainer(**arguments(config), config_text=dump(config)).train()
+
+
+def preview(config: Config, rows: int) -> None:
+    """`twofold data` for this method: prints rows as they are trained, and what the data holds."""
+    from twofold.data.preview import preview as show
+    from twofold.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model.path, config.model.chat_template, config.model.trust_remote_code)
+    options = DataOptions(**config.data.model_dump(exclude={"train", "eval"}))
+    show(config.data.train, tokenizer, options, rows)
+
+
+def export(config: Config, checkpoint: Path, output: Path, merge: bool) -> None:
+    """`twofold export` for this method: the model with a checkpoint's weights."""
+    from twofold.engine.checkpoint import load_weights
+    from twofold.models import export as exports
+    from twofold.models.load import load_model, load_tokenizer
+
+    args, path = arguments(config)["args"], config.model.path
+    tokenizer = load_tokenizer(path, args.chat_template, args.trust_remote_code)
+    model = build_model(load_model(path, _dtype(args.dtype), args.trust_remote_code), args, 0, tokenizer, path)
+    saved = load_weights(checkpoint, model)
+    exports.export(
+        model.hf, tokenizer, output, merge, {"step": saved["progress"]["step"], "checkpoint": checkpoint.name}
+    )
+
+
+def _dtype(name: str | None) -> Any:
+    import torch
+
+    return getattr(torch, name) if name else None

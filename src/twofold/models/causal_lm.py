@@ -79,7 +79,7 @@ class _HeadOnly:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
         self._model = model
-        output = BaseModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[arg-type]
+        output = BaseModelOutputWithPast(last_hidden_state=hidden)
         setattr(self, decoder_name(model), lambda *args, **kwargs: output)
 
     def __getattr__(self, name: str) -> Any:

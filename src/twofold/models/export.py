@@ -63,8 +63,11 @@ def _prove(model: Any, tokenizer: Any, folder: Path) -> None:
             return  # the base model has no folder (it was made in memory): there is nothing to load it onto
         again = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype)
     else:
-        again, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-        wrong = {k: v for k, v in report.items() if v and k in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        report: Any
+        again, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)  # type: ignore[misc]
+        wrong = {
+            k: v for k, v in dict(report).items() if v and k in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        }
         if wrong:
             raise RuntimeError(f"export {folder} does not load as it should: {wrong}")
     size = bare(model).get_input_embeddings().weight.shape[0]

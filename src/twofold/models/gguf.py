@@ -53,7 +53,8 @@ def converted(gguf: Path) -> Path:
         work = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
     except OSError as error:
         raise UserError(
-            f"no place to convert {gguf.name}: {folder.parent}: {error.strerror}. Set TWOFOLD_CACHE to a writable folder."
+            f"no place to convert {gguf.name}: {folder.parent}: {error.strerror}. "
+            f"Set TWOFOLD_CACHE to a folder that can be written."
         ) from None
     try:
         _convert(gguf, work)

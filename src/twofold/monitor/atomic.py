@@ -9,7 +9,7 @@ from typing import Any
 def write_text_atomic(path: str | Path, text: str, *, durable: bool = True) -> None:
     """Replaces `path` by `text` (UTF-8): a reader sees the old or the new content, never a part.
 
-    durable: also outlive a power failure (fsync: milliseconds on a disk); False costs about 50 µs.
+    durable: also outlive a power failure (fsync: milliseconds on a disk); False costs 0.1 to 1 ms on ext4.
     Raises OSError, and leaves no temporary file behind then.
     """
     path = Path(path)

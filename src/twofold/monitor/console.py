@@ -7,7 +7,7 @@ leaves warnings and the end.
 
 Promises: only rank 0 prints; a model's output is shown, never obeyed (no markup, no terminal escapes); a
 terminal that goes away or cannot show a character never stops a run.
-Costs: a step 0.1 µs, on a terminal also a redraw (1 ms) at most five times a second; a plain line 20 µs.
+Costs: a step 0.1 µs, on a terminal also a redraw (0.2 ms) at most five times a second; a plain line 10 µs.
 """
 
 import math
@@ -24,7 +24,8 @@ from twofold.monitor.text import clock, duration, excerpt, learning_rate, number
 _MODES = ("auto", "rich", "plain", "off")
 _REDRAW_SECONDS = 0.2
 _NO_ROWS = ("max_steps", "start_step")
-_KNOWN = {"step", "split", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "memory_mb", "epoch", "best"}
+_RATES = {"tokens_per_second": "tok/s", "samples_per_second": "samples/s"}
+_KNOWN = {"step", "split", "loss", "lr", "grad_norm", "tokens", "samples", "memory_mb", "epoch", "best", *_RATES}
 
 
 class Console(Callback):
@@ -87,6 +88,7 @@ class Console(Callback):
             best = " (best)" if row.get("best") else ""
             facts = [f"loss {number(row['loss'])}{best}"] if "loss" in row else []
             self._say("  ".join([f"eval  step {row['step']}", *facts, *_extras(row)]), "bold")
+            self._draw()
 
     def on_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         if self._quiet:
@@ -102,6 +104,7 @@ class Console(Callback):
         self._checkpoint = str(path)
         if not self._quiet:
             self._say(f"saved {path}  ({size(size_bytes)}, {duration(seconds)})")
+            self._draw()
 
     def on_warning(self, text: str) -> None:
         if text not in self._warned:
@@ -140,9 +143,7 @@ class Console(Callback):
         if row.get("grad_norm") is not None:
             facts.append(f"grad {number(row['grad_norm'])}")
         facts += _extras(row)
-        if row.get("tokens_per_second"):
-            facts.append(f"{rate(row['tokens_per_second'])} tok/s")
-        return [*facts, f"ETA {clock(self._eta())}"]
+        return [*facts, *_speed(row), f"ETA {clock(self._eta())}"]
 
     def _eta(self) -> float | None:
         elapsed = time.monotonic() - self._begin
@@ -156,9 +157,7 @@ class Console(Callback):
             parts.append(f"loss {number(row['loss'])}")
         if self._terminal.width >= 80 and (course := sparkline(self._losses)):
             parts.append(course)
-        if row.get("tokens_per_second"):
-            parts.append(f"{rate(row['tokens_per_second'])} tok/s")
-        parts.append(f"ETA {clock(self._eta())}")
+        parts += [*_speed(row), f"ETA {clock(self._eta())}"]
         try:
             self._terminal.draw(self._step / max(1, self._max_steps), " ".join(parts))
         except OSError:
@@ -196,6 +195,10 @@ class Console(Callback):
         """The run goes on without a console; its numbers are in the run folder."""
         self._stream = self._terminal = None
         self._next_draw = math.inf
+
+
+def _speed(row: dict[str, Any]) -> list[str]:
+    return [f"{rate(row[name])} {unit}" for name, unit in _RATES.items() if row.get(name)]
 
 
 def _extras(row: dict[str, Any]) -> list[str]:

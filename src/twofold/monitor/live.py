@@ -3,7 +3,7 @@
 Imported only where a terminal is. Everything is drawn from `Text` objects and markup is off, so that nothing
 in a model's name or output is read as a style.
 
-Costs: import 60 ms; a redraw about 1 ms, in the training thread (no thread of its own).
+Costs: import 25 to 60 ms; a redraw about 0.2 ms, in the training thread (no thread of its own).
 """
 
 import sys

@@ -4,7 +4,9 @@ The output head is applied to a few hundred positions at a time. For a plain lin
 respect to the hidden states is taken in the forward pass, while a chunk's probabilities are at hand:
 
     logp_i  = z_it - lse(z_i)             d logp_i / d h_i  = W_t - p_i W
-    mean_i  = mean_j z_ij - lse(z_i)      d mean_i / d h_i  = mean_j W_j - p_i W        (z_i = W h_i, p_i = softmax(z_i))
+    mean_i  = mean_j z_ij - lse(z_i)      d mean_i / d h_i  = mean_j W_j - p_i W
+
+with z_i = W h_i and p_i = softmax(z_i),
 
 so a frozen head (LoRA) costs two matrix products in all, and a trained one only computes a chunk's logits
 again where its probabilities did not fit into `KEEP_BYTES`. Any other head runs chunk by chunk under

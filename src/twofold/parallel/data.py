@@ -31,7 +31,10 @@ class Replicated:
         if mesh.world_size > 1:
             devices = [mesh.device.index] if mesh.device.type == "cuda" else None
             self._ddp = DistributedDataParallel(
-                model, device_ids=devices, gradient_as_bucket_view=True, **{_BUFFERS: False}
+                model,
+                device_ids=devices,
+                gradient_as_bucket_view=True,
+                **{_BUFFERS: False},  # type: ignore[arg-type]
             )
             self.module = self._ddp
 
