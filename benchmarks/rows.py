@@ -1,8 +1,8 @@
 """The rows of the SFT benchmarks: seeded, tokenised once, the same labels for every side.
 
-Rows are {"input_ids": [n], "labels": [n]}; labels are -100 on the prompt. Lengths are log-normal (median 100,
-sigma 0.8, kept within 20 to 400), which is the shape of instruction data; the completion is 20 to 60 % of a row,
-40 % on average, as in `examples/tickets`. Both sides train on exactly these labels in exactly this order, so their
+Rows are {"input_ids": [n], "labels": [n]}; labels are -100 on the prompt. Lengths are log-normal with Alpaca's median
+(120) and spread (sigma 1.0), drawn within its 5th to 95th percentile, 20 to 400; the completion is 20 to 60 % of a
+row, 40 % on average, as in `examples/tickets`. Both sides train on exactly these labels in exactly this order, so their
 losses can be compared step by step. Tokenised beforehand because two template engines would not give two trainers
 the same labels, and because tokenising is not what is measured.
 """
@@ -29,7 +29,7 @@ def lengths(rng: np.random.Generator, rows: int) -> list[int]:
     """Log-normal lengths within 20 to 400 tokens."""
     drawn: list[int] = []
     while len(drawn) < rows:
-        n = int(rng.lognormal(np.log(100), 0.8))
+        n = int(rng.lognormal(np.log(120), 1.0))
         if 20 <= n <= 400:
             drawn.append(n)
     return drawn

@@ -311,13 +311,14 @@ class Writer:
         return text
 
     def _finish(self, draft: Draft, answer: dict[str, str | None]) -> tuple[str, dict[str, str | None]]:
-        """Typos, shouting and missing full stops, then values; all lower case comes last and lowers the values too."""
+        """Typos, a shouted sentence, missing full stops, then values; all lower case comes last and lowers the values too."""
         rng = self.rng
         lines = [line for line in draft.lines if line]
         if rng.random() < 0.4:
             lines = [_mistype(line, rng) for line in lines]
         if rng.random() < 0.06:
-            lines = [re.sub(r"(?<!\{)\b[a-z]+\b(?!\})", lambda word: word[0].upper(), line) for line in lines]
+            at = rng.randrange(len(lines))
+            lines[at] = re.sub(r"(?<!\{)\b[A-Za-z]+\b(?!\})", lambda word: word[0].upper(), lines[at])
         if rng.random() < 0.08:
             lines = [line.rstrip(".!,") for line in lines]
         ticket = re.sub(r" *\n *", "\n", " ".join(lines).format(**draft.values)).strip()

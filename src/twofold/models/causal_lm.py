@@ -72,15 +72,38 @@ class CausalLM(nn.Module):
         return chunked_logps(hidden, targets, lambda h: head_logits(model, h))
 
 
+class _Output:
+    """What a decoder returns, with nothing in it but the last hidden states."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+class _HasRun:
+    """A decoder that has already run, however it is reached (`model(…)`, `model.decoder(…)`)."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self._hidden = hidden
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Output:
+        return _Output(self._hidden)
+
+    def __getattr__(self, name: str) -> _HasRun:
+        return self
+
+
 class _HeadOnly:
     """A stand-in for a model whose decoder has already run: its forward is only what follows the decoder."""
 
     def __init__(self, model: Any, hidden: Tensor) -> None:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
-
         self._model = model
-        output = BaseModelOutputWithPast(last_hidden_state=hidden)
-        setattr(self, decoder_name(model), lambda *args, **kwargs: output)
+        setattr(self, decoder_name(model), _HasRun(hidden))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -117,7 +140,12 @@ def _examine(hf: Any) -> Abilities:
     alone = decoder(hf)(input_ids=ids, use_cache=False).last_hidden_state
     logits = hf(input_ids=ids, use_cache=False).logits[0]
     head = hf.get_output_embeddings()
-    plain = type(head) is nn.Linear and _close(F.linear(alone[0], head.weight, head.bias), logits)
+    if not _close(head_logits(hf, alone[0]), logits):
+        raise TypeError(
+            f"{type(hf).__name__} does more between its decoder and its logits than a head can be asked for"
+        )
+    large = 1000 * alone[0]  # soft-capping shows only where logits are large
+    plain = type(head) is nn.Linear and _close(F.linear(large, head.weight, head.bias), head_logits(hf, large))
     why = _why_not_packed(hf, ids, lengths, torch.cat([alone[0], alone[1, :4]]))
     return Abilities(packed=not why, plain_head=plain, why=why)
 

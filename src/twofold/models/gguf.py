@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,7 +72,10 @@ def converted(gguf: Path) -> Path:
 def _convert(gguf: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    print(f"unpacking {gguf.name} (once for this machine: half a minute)", file=sys.stderr, flush=True)
+    logging.disable_progress_bar()
     source = {"gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
     config = loaded.config

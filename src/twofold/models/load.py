@@ -77,7 +77,9 @@ def load_model(path: str, dtype: Any = None, trust_remote_code: bool = False) ->
     """The causal model of a path or name, on the CPU, in `dtype` (default: fp32)."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     with _from_hub(path):
         return AutoModelForCausalLM.from_pretrained(
             resolve_model_path(path), dtype=dtype or torch.float32, trust_remote_code=trust_remote_code

@@ -1,0 +1,18 @@
+"""A chat: `messages` with role and content, as chat templates take them; `tools` beside them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from twofold.data.formats import Example, check_messages, field
+
+COLUMNS = "messages (list of {role, content}), tools (optional)"
+
+
+def matches(columns: set[str]) -> bool:
+    return "messages" in columns
+
+
+def convert(row: Mapping[str, Any]) -> Example:
+    return Example(
+        messages=check_messages(field(row, "messages", list), "messages"), tools=field(row, "tools", list, None)
+    )

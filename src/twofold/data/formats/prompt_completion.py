@@ -1,0 +1,27 @@
+"""A prompt and its completion: two texts, joined as they are, or two lists of chat messages."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from twofold.data.formats import Example, RowError, check_messages, field
+
+COLUMNS = "prompt, completion (texts, or lists of messages)"
+
+
+def matches(columns: set[str]) -> bool:
+    return {"prompt", "completion"} <= columns
+
+
+def convert(row: Mapping[str, Any]) -> Example:
+    prompt = field(row, "prompt", (str, list))
+    completion = field(row, "completion", (str, list))
+    if not completion:
+        raise RowError("the completion is empty")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Example(prompt=prompt, completion=completion)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    tools = field(row, "tools", list, None)
+    return Example(messages=check_messages([*prompt, *completion], "prompt + completion"), tools=tools)

@@ -1,0 +1,63 @@
+"""ShareGPT: `conversations` of {from, value}, with tool calls and observations; `system` and `tools` beside them."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from twofold.data.formats import Example, RowError, check_messages, field
+
+COLUMNS = "conversations (list of {from, value}), system and tools (optional)"
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+}
+
+
+def matches(columns: set[str]) -> bool:
+    return "conversations" in columns
+
+
+def convert(row: Mapping[str, Any]) -> Example:
+    turns = field(row, "conversations", list)
+    system = field(row, "system", str, "")
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [_message(turn, i) for i, turn in enumerate(turns, 1)]
+    return Example(messages=check_messages(messages, "conversations"), tools=_tools(row))
+
+
+def _message(turn: Any, number: int) -> dict[str, Any]:
+    if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+        raise RowError(f"conversations, turn {number}: should be an object with from and value (a text)")
+    source = turn.get("from")
+    if source not in ROLES:
+        raise RowError(f"conversations, turn {number}: unknown speaker {source!r}; known: {', '.join(ROLES)}")
+    if source == "function_call":
+        return {"role": "assistant", "content": "", "tool_calls": [_call(turn["value"], number)]}
+    return {"role": ROLES[source], "content": turn["value"]}
+
+
+def _call(value: str, number: int) -> dict[str, Any]:
+    try:
+        call = json.loads(value)
+        return {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise RowError(
+            f"conversations, turn {number}: a function_call should be JSON with name and arguments"
+        ) from None
+
+
+def _tools(row: Mapping[str, Any]) -> list[Any] | None:
+    tools = field(row, "tools", (list, str), None)
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError:
+            raise RowError("column 'tools' is a text and no JSON") from None
+    return tools or None

@@ -1,0 +1,68 @@
+"""What training will see: rows as samples, with the trained tokens marked, and what the data holds.
+
+The marks come from the labels of the very samples that are trained on, so what is shown is what gets gradient.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from typing import Any
+
+from twofold.config.schema import DataOptions
+from twofold.data.encode import IGNORE
+from twofold.data.prepare import DataReport, TokenDataset, prepare
+
+OPEN, CLOSE = "⟦", "⟧"
+
+
+def preview(source: Any, tokenizer: Any, options: DataOptions, rows: int = 3) -> None:
+    """Prints the first samples and the report. Rows that cannot be trained are listed, not refused."""
+    data = prepare(source, tokenizer, options.model_copy(update={"on_bad_row": "skip"}))
+    for i in range(min(rows, len(data))):
+        _print_sample(data, tokenizer, i)
+    print("\n".join(describe(data.report)))
+    if data.report.bad and options.on_bad_row == "refuse":
+        print("training will refuse these rows: mend them, or leave them out with data.on_bad_row=skip")
+
+
+def segments(sample: dict[str, Any], tokenizer: Any) -> list[tuple[str, bool]]:
+    """A sample as text: (piece, whether it is trained). The first token is never a target."""
+    ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
+    trained = [i > 0 and label != IGNORE for i, label in enumerate(labels)]
+    runs = groupby(range(len(ids)), key=trained.__getitem__)
+    return [(tokenizer.decode([ids[i] for i in run]), is_trained) for is_trained, run in runs]
+
+
+def _print_sample(data: TokenDataset, tokenizer: Any, i: int) -> None:
+    sample = data[i]
+    trained = int((sample["labels"][1:] != IGNORE).sum())
+    head = f"row {data.row_numbers[i]} · {data.lengths[i]} tokens · {trained} trained"
+    pieces = segments(sample, tokenizer)
+    if not sys.stdout.isatty():
+        text = "".join(f"{OPEN}{piece}{CLOSE}" if is_trained else piece for piece, is_trained in pieces)
+        print(f"--- {head} (trained: {OPEN}…{CLOSE})\n{text}\n")
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    console.rule(f"{head} (trained: green)", align="left", style="dim")
+    console.print(Text.assemble(*((piece, "bold green" if is_trained else "dim") for piece, is_trained in pieces)))
+
+
+def describe(report: DataReport) -> list[str]:
+    """The report in lines."""
+    share = 100 * report.trained / max(1, report.tokens)
+    least, median, most95, most = report.lengths or [0, 0, 0, 0]
+    lines = [
+        f"source   {report.source} · format {report.format}",
+        f"rows     {report.rows:,} · {report.samples:,} samples · {len(report.bad):,} cannot be trained",
+        f"tokens   {report.tokens:,} · {report.trained:,} trained ({share:.1f} %)",
+        f"lengths  {least} to {most} tokens · median {median} · 95 % have at most {most95}",
+    ]
+    lines += [f"note     {note}" for note in report.notes]
+    lines += [f"bad row  {row}: {reason}" for row, reason in report.bad[:20]]
+    if len(report.bad) > 20:
+        lines.append(f"bad row  … and {len(report.bad) - 20} more")
+    return lines
