@@ -54,7 +54,9 @@ def main() -> int:
     print(f"\nrun      {run}/ (config.yaml, metrics.jsonl, logs/, checkpoints/)")
     print(f"adapter  {run}/export/ (a PEFT folder)")
     print(f"try it   .venv/bin/twofold generate {run} --input {TICKETS / 'test.jsonl'}")
-    print(f"result: exact_before={before['exact']:.3f} exact_after={after['exact']:.3f} seconds={time.time() - began:.0f}")
+    print(
+        f"result: exact_before={before['exact']:.3f} exact_after={after['exact']:.3f} seconds={time.time() - began:.0f}"
+    )
     return 0
 
 
@@ -66,7 +68,10 @@ def evaluate(path: str, tickets: list, wanted: list[str]) -> tuple[dict, list[st
     model, tokenizer = load_for_generation(path)
     answers = generate_texts(model, tokenizer, tickets, max_new_tokens=64, batch_size=40)
     found = score(answers, wanted)
-    print(f"     {found['exact']:.1%} exact, {found['valid_json']:.1%} valid JSON, {time.time() - started:.0f} s", flush=True)
+    print(
+        f"     {found['exact']:.1%} exact, {found['valid_json']:.1%} valid JSON, {time.time() - started:.0f} s",
+        flush=True,
+    )
     return found, answers
 
 

@@ -230,7 +230,8 @@ def smollm2() -> Any:
 
 
 def test_the_real_model(smollm2: Any) -> None:
-    from twofold.models.generate import end_of_turn, generate_texts
+    from twofold.data.template import end_of_turn
+    from twofold.models.generate import generate_texts
 
     model, tokenizer = smollm2
     abilities = examine(model)
@@ -277,7 +278,9 @@ def test_exports_load_to_the_same_logits(tmp_path: Path, smollm2: Any, family: s
     export(model, tokenizer, tmp_path / "full")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "full").eval()
     torch.testing.assert_close(again(ids).logits, model.eval()(ids).logits, rtol=1e-5, atol=1e-5)
-    assert tokenizer.eos_token_id in json.loads((tmp_path / "full" / "generation_config.json").read_text())["eos_token_id"]
+    assert (
+        tokenizer.eos_token_id in json.loads((tmp_path / "full" / "generation_config.json").read_text())["eos_token_id"]
+    )
     assert (tmp_path / "full" / "chat_template.jinja").is_file()
 
     adapted = add_lora(model, LoraConfig(r=4))
@@ -298,7 +301,9 @@ def test_exports_load_to_the_same_logits(tmp_path: Path, smollm2: Any, family: s
     torch.testing.assert_close(adapted(input_ids=ids).logits, expected)  # the model in memory is as it was
 
 
-def test_an_export_that_would_load_wrong_is_refused(tmp_path: Path, smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_would_load_wrong_is_refused(
+    tmp_path: Path, smollm2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights under a wrong prefix load silently as random ones: the self-check must catch it."""
     from safetensors.torch import load_file, save_file
 

@@ -55,7 +55,7 @@ LAST: Pool = _words(
     "Pham Pinto Polak Price Rao Reid Ricci Romero Roth Ruiz Ryan Saito Sanders Schulz Serrano Shaw "
     "Simpson Singh Sokolov Steiner Svensson Tan Torres Tran Vance Vidal Ward Weiss Wilson Wood Yilmaz "
     "Young Zhang Zimmer Zapata Yoon Wolff Webb Vaughn",
-    "Falk Abbott Castillo Menon Richter Sorensen Mbeki Laurent Hayes Popov Duarte Iqbal Winter Santos "
+    "Falk Abbott Castillo Menon Richter Sorensen Mbeki Laurent Hayes Popov Duarte Iqbal Brock Santos "
     "Fowler Yamada Greco Olsen Barnes Hoffmann Quinn Vargas Lam Dietrich Shah",
 )
 # fmt: off
@@ -311,7 +311,7 @@ class Writer:
         return text
 
     def _finish(self, draft: Draft, answer: dict[str, str | None]) -> tuple[str, dict[str, str | None]]:
-        """Typos, a shouted sentence, missing full stops, then values; all lower case comes last and lowers the values too."""
+        """Typos, a shouted sentence, missing full stops, then values; all lower case comes last, values included."""
         rng = self.rng
         lines = [line for line in draft.lines if line]
         if rng.random() < 0.4:

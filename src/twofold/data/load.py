@@ -67,17 +67,18 @@ def _nearby(path: Path) -> str:
     if not parent.is_dir():
         return f" (and no folder {parent}). Paths are relative to {Path.cwd()}."
     names = sorted(p.name for p in parent.iterdir() if p.suffix in ENDINGS or p.is_dir())
+    here = "this folder" if parent == Path() else str(parent)
     if not names:
-        return f"; {parent} holds no data files."
-    return f" in {parent}. {nearest(path.name, names[:12])}"
+        return f"; {here} holds no data files."
+    return f" in {here}. {nearest(path.name, names[:12])}"
 
 
 def _from_folder(path: Path, what: str) -> Sequence[dict[str, Any]]:
-    files = sorted(p for p in path.iterdir() if p.suffix in ENDINGS and not p.name.startswith("."))
-    if not files and (path / "dataset_info.json").exists():
+    if (path / "dataset_info.json").exists():
         from datasets import load_from_disk
 
         return _from_datasets(load_from_disk(str(path)), what)
+    files = sorted(p for p in path.iterdir() if p.suffix in ENDINGS and not p.name.startswith("."))
     if not files:
         raise UserError(f"data.{what}: the folder {path} holds no data files. Known: {', '.join(ENDINGS)}.")
     kinds = sorted({p.suffix for p in files})
@@ -140,7 +141,8 @@ def _parquet(path: Path) -> list[dict[str, Any]]:
 
 def _txt(path: Path) -> list[dict[str, Any]]:
     """A row per line that is not blank, as `datasets` reads text."""
-    return [{"text": line} for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    with path.open(encoding="utf-8-sig") as file:
+        return [{"text": line.rstrip("\n")} for line in file if line.strip()]
 
 
 _READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".txt": _txt}

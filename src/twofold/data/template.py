@@ -123,7 +123,9 @@ def _marks(tokenizer: Any, messages: Messages, tools: Any, full: str) -> dict[in
     if "".join(clean) != full or any(len(p) > 1 for p in places.values()):
         return {}
     found = {mark // 2 for mark in places}
-    return {i: (places.get(2 * i, [-1])[0], places.get(2 * i + 1, [-1])[0]) for i in found}
+    spans = {i: (places.get(2 * i, [-1])[0], places.get(2 * i + 1, [-1])[0]) for i in found}
+    turned_around = any(0 <= end < start for start, end in spans.values())
+    return {} if turned_around else spans
 
 
 def _by_marks(

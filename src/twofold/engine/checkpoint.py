@@ -135,10 +135,16 @@ def _quiet() -> Iterator[None]:
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
     return {
-        "model": get_model_state_dict(model, options=_MODEL),
+        "model": _trained(model),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=_OPTIMIZER),
         f"random.{rank}": random_state(),
     }
+
+
+def _trained(model: nn.Module) -> dict[str, Any]:
+    """The trainable weights and the buffers. A frozen weight with two names (tied) is left out under both."""
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: x for name, x in get_model_state_dict(model, options=_MODEL).items() if name not in frozen}
 
 
 def random_state() -> dict[str, torch.Tensor]:
@@ -250,7 +256,7 @@ def _same_run(path: Path, saved: dict[str, Any], facts: dict[str, Any], world_si
 def load_weights(path: Path, model: nn.Module) -> dict[str, Any]:
     """Puts the trained weights of a checkpoint into a model of the same shape; returns the checkpoint's state."""
     saved = verify(path)
-    state = {"model": get_model_state_dict(model, options=_MODEL)}
+    state = {"model": _trained(model)}
     with _quiet():
         dcp.load(state, checkpoint_id=path, no_dist=True)
     set_model_state_dict(model, state["model"], options=_MODEL)

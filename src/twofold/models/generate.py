@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from twofold.data.template import end_of_turn, render
 from twofold.errors import UserError
 from twofold.models import attention
 from twofold.models.causal_lm import bare
@@ -45,17 +46,6 @@ def stop_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
     eos = configured.eos_token_id if configured is not None else None
     stops = {tokenizer.eos_token_id, end_of_turn(tokenizer), *(eos if isinstance(eos, list) else [eos])}
     return sorted(s for s in stops if s is not None)
-
-
-def end_of_turn(tokenizer: Any) -> int | None:
-    """The special token with which the chat template ends an assistant's turn, if it has one."""
-    if not tokenizer.chat_template:
-        return None
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    ids = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False)["input_ids"]
-    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-    found = [i for i in ids[-3:] if i in special]
-    return found[-1] if found else None
 
 
 @contextmanager
@@ -131,5 +121,5 @@ def generate_texts(
 def _encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    text = render(tokenizer, prompt, generation=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
