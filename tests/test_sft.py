@@ -22,7 +22,7 @@ from twofold.config.schema import DataOptions
 from twofold.data.order import Order
 from twofold.data.prepare import prepare
 
-WORDS = "red blue green one two three four cat dog bird sun moon".split()
+WORDS = ["red", "blue", "green", "one", "two", "three", "four", "cat", "dog", "bird", "sun", "moon"]
 
 
 def rows(n: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -169,9 +169,9 @@ def test_padded_models_say_so_once(tmp_path: Path) -> None:
 
 
 def test_arguments(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="unknown argument 'max_lenght'. Did you mean 'max_length'"):
+    with pytest.raises(UserError, match=r"unknown argument 'max_lenght'\. Did you mean 'max_length'"):
         SFTTrainer(str(base), rows(3), args={"max_lenght": 3})
-    with pytest.raises(UserError, match="unknown argument 'learning_rate'.*lr"):
+    with pytest.raises(UserError, match=r"unknown argument 'learning_rate'.*lr"):
         SFTTrainer(str(base), rows(3), learning_rate=3)
     with pytest.raises(UserError, match="args must be an SFTConfig"):
         SFTTrainer(str(base), rows(3), args=3)  # type: ignore[arg-type]

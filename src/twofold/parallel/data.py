@@ -1,7 +1,8 @@
 """The replicate axis: each rank holds the whole model and computes its share of a step's samples.
 
 Gradients meet in PyTorch's DistributedDataParallel, which overlaps the reduction with the backward pass.
-DDP averages over ranks where the engine wants sums, so `gradient_scale` is the number of ranks.
+DDP averages over ranks where the engine wants sums, so `gradient_scale` is the number of ranks. DDP's reducer is
+C++ and takes no fake tensors: a simulation runs the step with the bare model and counts its gradients' all-reduce.
 """
 
 from __future__ import annotations
@@ -24,18 +25,15 @@ class Replicated:
     hold sum / gradient_scale over the ranks once the last micro-batch of a step has run backward."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        model.to(mesh.device)
+        if any(x.device.type != mesh.device.type for x in (*model.parameters(), *model.buffers())):
+            model.to(mesh.device)
         self.module: nn.Module = model
         self.gradient_scale = float(mesh.world_size)
         self._ddp: DistributedDataParallel | None = None
         if mesh.world_size > 1:
             devices = [mesh.device.index] if mesh.device.type == "cuda" else None
-            self._ddp = DistributedDataParallel(
-                model,
-                device_ids=devices,
-                gradient_as_bucket_view=True,
-                **{_BUFFERS: False},  # type: ignore[arg-type]
-            )
+            kwargs = {"gradient_as_bucket_view": True, _BUFFERS: False}
+            self._ddp = DistributedDataParallel(model, device_ids=devices, **kwargs)  # type: ignore[arg-type]
             self.module = self._ddp
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
