@@ -126,6 +126,8 @@ def main() -> None:
     chosen = [n for n in BENCHMARKS if any(fnmatch.fnmatch(n, p) for p in options.only.split(","))]
     if not chosen:
         parser.error(f"no benchmark is called {options.only}; there are: {', '.join(BENCHMARKS)}")
+    if os.getloadavg()[0] > 0.5:
+        print(f"warning: the load average is {os.getloadavg()[0]:.1f}; measure on a quiet machine", file=sys.stderr)
     failed = False
     for name in chosen:
         try:
