@@ -11,7 +11,7 @@ from twofold.config.dump import dump_groups
 from twofold.config.load import validate_kwargs
 from twofold.config.schema import RunConfig, TrainConfig
 from twofold.errors import UserError, show_plainly
-from twofold.mesh.devices import resolve
+from twofold.mesh.devices import keep_freed_memory, resolve
 from twofold.mesh.launch import ensure_workers, is_worker
 from twofold.monitor.callback import Callback
 from twofold.monitor.run_folder import RunFolder, default_name
@@ -116,6 +116,8 @@ class Trainer:
         extras = extras or Extras()
         with guard(self.folder.logs):
             mesh = Mesh.join(self.device_type)
+            if self.device_type == "cpu":
+                keep_freed_memory()
             self.folder = RunFolder(mesh.broadcast_object(self.folder.path))
             return self._run(self._loop(task, train, eval, extras, mesh), extras)
 

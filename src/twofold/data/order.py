@@ -74,7 +74,9 @@ def share(samples: Sequence[int], costs: Sequence[int] | None, ranks: int) -> li
 def cut(samples: Sequence[int], costs: Sequence[int] | None, how: Cut) -> list[list[int]]:
     """Micro-batches of like-sized samples, longest first, each within the limits of `how`."""
     if costs is None or (how.tokens is None and how.rows is None):
-        rows = how.rows or max(1, len(samples))
+        if how.rows is None:
+            return [list(samples)] if samples else []
+        rows = how.rows
         return [list(samples[i : i + rows]) for i in range(0, len(samples), rows)]
     batches: list[list[int]] = []
     used: list[int] = []
@@ -100,6 +102,8 @@ def _first_fit(batches: list[list[int]], used: list[int], costs: Sequence[int], 
 def micro_batches(samples: Sequence[int], costs: Sequence[int] | None, ranks: int, how: Cut) -> list[list[list[int]]]:
     """[rank][micro-batch] -> samples. Every rank gets the same number of micro-batches; an empty one is filler:
     the rank computes something and counts it with weight zero, so that no rank waits for another for ever."""
+    if ranks == 1:
+        return [cut(samples, costs, how)]
     plan = [cut(part, costs, how) for part in share(samples, costs, ranks)]
     most = max(len(batches) for batches in plan)
     return [batches + [[]] * (most - len(batches)) for batches in plan]

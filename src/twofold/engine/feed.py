@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, tee
 from typing import Any
@@ -52,12 +52,22 @@ class Feed:
         for batch, samples in zip(self._loader(plan), plan, strict=True):
             yield MicroBatch(batch, bool(samples), samples)
 
-    def _loader(self, plan: Any) -> DataLoader:
+    def _loader(self, plan: Iterable[Sequence[int]]) -> Iterable[Any]:
+        """A batch for each list of samples; one of sample 0 for a filler."""
+        filled = (samples or [0] for samples in plan)
+        if not self.workers and not self.pin_memory:  # torch's loader would only add its own steps
+            return (self.collate(_fetch(self.data, samples)) for samples in filled)
         return DataLoader(
             self.data,
-            batch_sampler=(samples or [0] for samples in plan),
+            batch_sampler=filled,  # type: ignore[arg-type]
             collate_fn=self.collate,
             num_workers=self.workers,
             pin_memory=self.pin_memory,
             generator=torch.Generator(),  # its own, so that starting a loader leaves dropout as it was
         )
+
+
+def _fetch(data: Any, samples: Sequence[int]) -> Sequence[Any]:
+    """The samples, in one call where the data set has one for that (torch's and datasets' convention)."""
+    many = getattr(data, "__getitems__", None)
+    return many(samples) if many is not None else [data[i] for i in samples]

@@ -19,12 +19,15 @@ from twofold.config.schema import TrainConfig
 from twofold.engine.checkpoint import Checkpoints, Progress
 from twofold.engine.evaluate import evaluate
 from twofold.engine.feed import Feed
-from twofold.engine.optim import lr_factor
+from twofold.engine.optim import schedule
 from twofold.engine.step import StepResult, Sums, TrainStep
 from twofold.mesh.mesh import Mesh
 from twofold.monitor.callback import Callback
 from twofold.monitor.memory import process_memory_mb
 from twofold.task import Task
+
+
+_MOST_UNCHECKED = 100
 
 
 class NotFinite(ArithmeticError):
@@ -68,13 +71,22 @@ class Loop:
     last_row: dict[str, float] = field(default_factory=dict)
     last_eval: tuple[int, float] | None = None
     saved_step: int | None = None
+    memory_mb: float = 0.0
+    memory_due: float = 0.0
     unchecked: list[tuple[int, StepResult]] = field(default_factory=list)
+    each_step: list[Callable[[int], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.lr_at = schedule(self.config, self.max_steps)
+        self.each_step = [c.on_step for c in self._listeners() if type(c).on_step is not Callback.on_step]
+
+    def _listeners(self) -> list[Callback]:
+        return [c for c in self.callbacks if self.mesh.is_zero or not c.rank_zero_only]
 
     def tell(self, event: str, *args: Any) -> None:
         """Calls an event on every callback that wants it on this rank."""
-        for callback in self.callbacks:
-            if self.mesh.is_zero or not callback.rank_zero_only:
-                getattr(callback, event)(*args)
+        for callback in self._listeners():
+            getattr(callback, event)(*args)
 
     def run(self) -> Result:
         began = self.since = time.perf_counter()
@@ -84,38 +96,45 @@ class Loop:
             lr = self._set_lr(k)
             result = self.step(micro_batches, want_norm=logs)
             self.progress.step = k + 1
-            self._check(k, result, now=logs)
-            self.window.merge(result.sums)
+            self.unchecked.append((k, result))
+            if logs or len(self.unchecked) == _MOST_UNCHECKED:
+                self._check()
             self.units += self.train.units(k)
-            self.tell("on_step", k + 1)
+            for told in self.each_step:
+                told(k + 1)
             if logs:
                 self._log(k + 1, lr, result)
             self._after(k + 1)
         return self._finish(time.perf_counter() - began)
 
     def _set_lr(self, k: int) -> float:
-        lr = self.config.lr * lr_factor(self.config, k, self.max_steps)
+        lr = self.lr_at(k)
         for group in self.step.optimizer.param_groups:
             group["lr"] = lr
         return lr
 
     def _after(self, step: int) -> None:
         """Evaluates and saves where this step says so. A best checkpoint is saved when it is found."""
-        due = self.config.eval_steps and step % self.config.eval_steps == 0
-        best = bool(self.evaluation is not None and due and self.evaluate())
-        if best or (self.config.save_steps and step % self.config.save_steps == 0):
-            self.save(best)
+        evaluates = self.evaluation is not None and self.config.eval_steps and step % self.config.eval_steps == 0
+        saves = self.config.save_steps and step % self.config.save_steps == 0
+        if evaluates or saves:
+            self._check()
+            best = bool(evaluates and self.evaluate())
+            if best or saves:
+                self.save(best)
 
-    def _check(self, k: int, result: StepResult, now: bool) -> None:
-        """Stops at a loss that is not finite. Reading it waits for the device, so on a GPU only where logged."""
-        self.unchecked.append((k, result))
-        if not now and self.mesh.device.type != "cpu":
-            return
+    def _check(self) -> None:
+        """Adds the last steps to the window, or stops at the first whose loss is not finite.
+
+        Reading numbers waits for the device, so it is done where something is logged, evaluated or saved; nothing is
+        saved unchecked.
+        """
         for step, past in self.unchecked:
-            totals = [float(past.sums.total(name)) for name in past.sums.terms]
-            norm = [float(past.grad_norm)] if past.grad_norm is not None else []
-            if not all(map(math.isfinite, totals + norm)):
-                raise NotFinite(self._blame(step, past, all(map(math.isfinite, totals))))
+            past.sums.settle()
+            finite_loss = all(math.isfinite(past.sums.total(name)) for name in past.sums.terms)
+            if not finite_loss or not (past.grad_norm is None or math.isfinite(past.grad_norm)):
+                raise NotFinite(self._blame(step, past, finite_loss))
+            self.window.merge(past.sums)
         self.unchecked.clear()
 
     def _blame(self, k: int, result: StepResult, finite_loss: bool) -> str:
@@ -147,7 +166,9 @@ class Loop:
         self.progress.units += self.units
         row[unit] = self.progress.units
         row[f"{unit}_per_second"] = self.units / max(1e-9, now - self.since)
-        row["memory_mb"] = process_memory_mb().peak
+        if now >= self.memory_due:  # asking the system takes longer than a step of a small model
+            self.memory_mb, self.memory_due = process_memory_mb().peak, now + 1.0
+        row["memory_mb"] = self.memory_mb
         row["epoch"] = step / self.train.order.steps_per_epoch
         self.window, self.units, self.since, self.last_row = Sums(), 0, now, row
         self.tell("on_log", row)

@@ -7,6 +7,7 @@ any number of ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ OPTIMIZERS = ("adamw", "sgd")
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups: matrices and embeddings decay, vectors (biases, norms) do not. Frozen ones are left out."""
     trainable = [p for p in model.parameters() if p.requires_grad]
+    if not weight_decay:  # one group: a fused optimizer then runs once
+        return [{"params": trainable, "weight_decay": 0.0}] if trainable else []
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
@@ -43,22 +46,22 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     raise UserError(f"train.optimizer: unknown optimizer '{config.optimizer}'. {nearest(config.optimizer, OPTIMIZERS)}")
 
 
-def warmup_steps(config: TrainConfig, max_steps: int) -> int:
-    return config.warmup_steps or math.ceil(config.warmup_ratio * max_steps)
+def schedule(config: TrainConfig, max_steps: int) -> Callable[[int], float]:
+    """The learning rate of optimizer step k (from 0).
 
-
-def lr_factor(config: TrainConfig, step: int, max_steps: int) -> float:
-    """The learning rate of step `step` (from 0) as a share of `lr`.
-
-    Warm-up rises linearly to 1; then constant, linear to 0 at `max_steps`, or half a cosine to 0 there (the
+    Warm-up rises linearly from 0 to `lr`; then constant, linear to 0 at `max_steps`, or half a cosine to 0 there (the
     same values as transformers' get_linear_schedule_with_warmup and get_cosine_schedule_with_warmup).
     """
-    warmup = warmup_steps(config, max_steps)
-    if step < warmup:
-        return step / warmup
-    progress = (step - warmup) / max(1, max_steps - warmup)
-    if config.schedule == "linear":
-        return max(0.0, 1.0 - progress)
-    if config.schedule == "cosine":
-        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
-    return 1.0
+    lr, kind = config.lr, config.schedule
+    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * max_steps)
+    rest = max(1, max_steps - warmup)
+
+    def at(k: int) -> float:
+        if k < warmup:
+            return lr * k / warmup
+        if kind == "constant":
+            return lr
+        left = max(0.0, 1.0 - (k - warmup) / rest)
+        return lr * (left if kind == "linear" else 0.5 * (1.0 - math.cos(math.pi * left)))
+
+    return at

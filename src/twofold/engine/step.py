@@ -48,18 +48,26 @@ class Sums:
 
     def add(self, loss: Loss, real: bool) -> None:
         """Adds a micro-batch; of a filler only the names."""
-        for name, (total, weight, *coefficient) in loss.terms.items():
-            self.coefficients[name] = coefficient[0] if coefficient else 1.0
-            self.terms.setdefault(name, []).append((_detached(total), _detached(weight)) if real else (0.0, 0.0))
-        for name, (total, weight) in loss.metrics.items():
-            self.metrics.setdefault(name, []).append((_detached(total), _detached(weight)) if real else (0.0, 0.0))
+        for name, term in loss.terms.items():
+            if len(term) > 2:
+                self.coefficients[name] = term[2]
+            _append(self.terms, name, term, real)
+        for name, pair in loss.metrics.items():
+            _append(self.metrics, name, pair, real)
+
+    def settle(self) -> None:
+        """Reads every pair as Python numbers. Waits for the device."""
+        for pairs in (*self.terms.values(), *self.metrics.values()):
+            total, weight = _sum(pairs)
+            pairs[:] = [(float(total), float(weight))]
 
     def merge(self, other: Sums) -> None:
-        """Adds what another step has summed over the ranks."""
+        """Adds what another step has settled."""
         self.coefficients |= other.coefficients
         for mine, theirs in ((self.terms, other.terms), (self.metrics, other.metrics)):
-            for name, pairs in theirs.items():
-                mine.setdefault(name, []).extend(pairs)
+            for name, [(total, weight)] in theirs.items():
+                before = mine.get(name)
+                mine[name] = [(before[0][0] + total, before[0][1] + weight) if before else (total, weight)]
 
     def all_reduce(self, mesh: Mesh) -> None:
         """Sums everything over the ranks, in one exchange."""
@@ -81,10 +89,18 @@ class Sums:
     def read(self) -> dict[str, float]:
         """Everything as Python numbers: the loss, each term where there are several, and each metric."""
         terms = {name: _ratio(*map(float, _sum(pairs))) for name, pairs in self.terms.items()}
-        row = {"loss": sum(self.coefficients[name] * value for name, value in terms.items())}
+        row = {"loss": sum(self.coefficients.get(name, 1.0) * value for name, value in terms.items())}
         if len(terms) > 1:
             row |= terms
         return row | {name: _ratio(*map(float, _sum(pairs))) for name, pairs in self.metrics.items()}
+
+
+def _append(into: dict[str, list[Pair]], name: str, pair: Sequence[Any], real: bool) -> None:
+    made = (_detached(pair[0]), _detached(pair[1])) if real else (0.0, 0.0)
+    if name in into:
+        into[name].append(made)
+    else:
+        into[name] = [made]
 
 
 def _detached(value: Any) -> Any:
@@ -101,7 +117,12 @@ def _sum(pairs: Sequence[Pair]) -> Pair:
 def _add(values: Sequence[Any]) -> Any:
     tensors = [v for v in values if isinstance(v, Tensor)]
     numbers = sum(v for v in values if not isinstance(v, Tensor))
-    return torch.stack([t.double() for t in tensors]).sum() + numbers if tensors else numbers
+    if not tensors:
+        return numbers
+    if any(t.dtype != tensors[0].dtype for t in tensors):
+        tensors = [t.double() for t in tensors]
+    total = torch.stack(tensors).sum(dtype=torch.float64)
+    return total + numbers if numbers else total
 
 
 def _ratio(total: Any, weight: Any) -> Any:
@@ -139,6 +160,7 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._last_factor: tuple[Any, Any] = (None, None)
 
     def __call__(self, micro_batches: Sequence[MicroBatch], want_norm: bool = False) -> StepResult:
         sums, local = Sums(), []
@@ -155,13 +177,21 @@ class TrainStep:
                 objective = _objective(loss, ratios)
                 # Alone, its weight is the whole step's: divide now, and save a pass over the gradients.
                 factor = _ratio(1.0, next(iter(loss.terms.values()))[1]) if alone else float(micro.real)
-                objective.backward(torch.as_tensor(factor, dtype=objective.dtype, device=objective.device))
+                objective.backward(self._like(factor, objective))
             local.append(objective.detach())
         sums.all_reduce(self.mesh)
         grad_norm = self._normalise(1.0 if alone else self._scale(sums), want_norm)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for p in self.parameters:
+            p.grad = None
         return StepResult(sums, grad_norm, local)
+
+    def _like(self, factor: Any, objective: Tensor) -> Tensor:
+        """A factor as a gradient of the objective; the last one is kept, since it seldom changes."""
+        if isinstance(factor, Tensor) or self._last_factor[0] != factor:
+            made = torch.as_tensor(factor, dtype=objective.dtype, device=objective.device)
+            self._last_factor = (factor, made)
+        return self._last_factor[1]
 
     def _scale(self, sums: Sums) -> Any:
         """What turns the gradients of sums into those of the loss: 1 / the first term's weight over the step."""
@@ -169,8 +199,10 @@ class TrainStep:
 
     def _normalise(self, scale: Any, want_norm: bool) -> Tensor | None:
         """Scales the gradients and clips them, in one pass. Returns the norm before clipping, if it was needed."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = None
+        if self.clip is None and not want_norm and not isinstance(scale, Tensor) and scale == 1.0:
+            return None
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
         if self.clip is not None or want_norm:
             norm = torch.nn.utils.get_total_norm(gradients).double() * scale
         if self.clip is not None and norm is not None:

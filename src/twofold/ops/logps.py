@@ -93,24 +93,31 @@ class _LinearLogps(torch.autograd.Function):
             pulls.append(p.to(w.dtype) @ w)  # p W, [m, width]
             room -= p.numel() * p.element_size()
             kept.append(p if room >= 0 else None)
+        ctx.set_materialize_grads(False)  # no gradient of the mean is the usual case
         if pulls:
             ctx.save_for_backward(hidden, targets, weight, bias, torch.cat(pulls))
             ctx.kept = kept
         return torch.cat(logps), torch.cat(means)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None]:
-        g_logp, g_mean = grads
+    def backward(
+        ctx: Any, g_logp: Tensor | None, g_mean: Tensor | None
+    ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None]:
         hidden, targets, weight, bias, pulls = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, None
+        if g_logp is None and g_mean is None:
+            return None, None, None, None
+        g_logp = torch.zeros_like(g_mean) if g_logp is None else g_logp  # type: ignore[arg-type]
         w = weight.to(hidden.dtype)
         grad_h = grad_w = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_h = g_logp[:, None] * (w[targets] - pulls) - g_mean[:, None] * pulls
-            grad_h = (grad_h + g_mean[:, None] * w.mean(0)).to(hidden.dtype)
+            grad_h = g_logp[:, None] * (w[targets] - pulls)
+            if g_mean is not None:
+                grad_h = grad_h + g_mean[:, None] * (w.mean(0) - pulls)
+            grad_h = grad_h.to(hidden.dtype)
         if ctx.needs_input_grad[2]:
-            grad_w, grad_b = _head_gradient(hidden, targets, w, bias, g_logp, g_mean, ctx.kept)
-            grad_w = grad_w.to(weight.dtype)
-        ctx.kept = None
+            grad_w, grad_b = _head_gradient(hidden, targets, w, bias, g_logp, g_mean, kept)
+            grad_w = None if grad_w is None else grad_w.to(weight.dtype)
         return grad_h, None, grad_w, grad_b
 
 
@@ -120,22 +127,24 @@ def _head_gradient(
     w: Tensor,
     bias: Tensor | None,
     g_logp: Tensor,
-    g_mean: Tensor,
+    g_mean: Tensor | None,
     kept: list[Tensor | None],
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None]:
     """d/dW: the sum over i of (g_i (onehot_i - p_i) + m_i (1/V - p_i)) h_iᵀ; d/db the same without h."""
     rows = chunk_rows(w.shape[0])
-    grad_w = torch.zeros_like(w)
-    grad_b = None if bias is None else torch.zeros_like(w[:, 0])
+    grad_w = grad_b = None
+    smoothed = g_mean is not None
+    g_mean = torch.zeros_like(g_logp) if g_mean is None else g_mean
     pieces = (x.split(rows) for x in (hidden, targets, g_logp, g_mean))
     for (h, t, g, m), p in zip(zip(*pieces, strict=True), kept, strict=True):
         if p is None:
             p, _, _ = _probabilities(h, w, None if bias is None else bias.to(w.dtype))
         d = p.mul_(-(g + m)[:, None])
         d[torch.arange(len(t), device=t.device), t] += g
-        d += (m / w.shape[0])[:, None]
+        if smoothed:
+            d += (m / w.shape[0])[:, None]
         d = d.to(w.dtype)
-        grad_w.addmm_(d.T, h)
-        if grad_b is not None:
-            grad_b += d.sum(0)
+        grad_w = d.T @ h if grad_w is None else grad_w.addmm_(d.T, h)
+        if bias is not None:
+            grad_b = d.sum(0) if grad_b is None else grad_b + d.sum(0)
     return grad_w, None if grad_b is None or bias is None else grad_b.to(bias.dtype)
