@@ -34,5 +34,5 @@ def evaluate(
             sums.add(loss, micro.real)
     finally:
         task.model.train(was_training)
-    sums.all_reduce(mesh)
+    sums.all_reduce(mesh)()
     return sums.read()

@@ -26,7 +26,6 @@ from twofold.monitor.callback import Callback
 from twofold.monitor.memory import process_memory_mb
 from twofold.task import Task
 
-
 _MOST_UNCHECKED = 100
 
 

@@ -69,15 +69,21 @@ class Sums:
                 before = mine.get(name)
                 mine[name] = [(before[0][0] + total, before[0][1] + weight) if before else (total, weight)]
 
-    def all_reduce(self, mesh: Mesh) -> None:
-        """Sums everything over the ranks, in one exchange."""
+    def all_reduce(self, mesh: Mesh) -> Callable[[], None]:
+        """Begins to sum everything over the ranks, in one exchange; call what it returns to have the sums."""
         if mesh.world_size == 1:
-            return
+            return lambda: None
         lists = [*self.terms.values(), *self.metrics.values()]
         local = [x for pairs in lists for x in _sum(pairs)]
-        flat = mesh.all_reduce_sum(torch.stack([torch.as_tensor(x, device=mesh.device).double() for x in local]))
-        for pairs, total, weight in zip(lists, flat[::2], flat[1::2], strict=True):
-            pairs[:] = [(total, weight)]
+        flat = torch.stack([torch.as_tensor(x, device=mesh.device).double() for x in local])
+        wait = mesh.start_all_reduce_sum(flat)
+
+        def finish() -> None:
+            wait()
+            for pairs, total, weight in zip(lists, flat[::2], flat[1::2], strict=True):
+                pairs[:] = [(total, weight)]
+
+        return finish
 
     def weight(self, name: str) -> Any:
         """The weight of a term: a Python number where all its weights are."""
@@ -174,12 +180,14 @@ class TrainStep:
                 sums.add(loss, micro.real)
                 if ratios is None:
                     ratios = self._ratios(loss, micro_batches)
+                if i == len(micro_batches) - 1:
+                    have_sums = sums.all_reduce(self.mesh)  # while the last backward pass runs
                 objective = _objective(loss, ratios)
                 # Alone, its weight is the whole step's: divide now, and save a pass over the gradients.
                 factor = _ratio(1.0, next(iter(loss.terms.values()))[1]) if alone else float(micro.real)
                 objective.backward(self._like(factor, objective))
             local.append(objective.detach())
-        sums.all_reduce(self.mesh)
+        have_sums()
         grad_norm = self._normalise(1.0 if alone else self._scale(sums), want_norm)
         self.optimizer.step()
         for p in self.parameters:
@@ -227,7 +235,7 @@ class TrainStep:
                     again = self.task.loss(unwrapped(self.layout.module)(**self.task.inputs(batch)), batch)
                 weights = {name: term[1] for name, term in again.terms.items()}
             sums.add(Loss({name: (0.0, weights[name]) for name in loss.terms}), micro.real)
-        sums.all_reduce(self.mesh)
+        sums.all_reduce(self.mesh)()
         first = sums.weight(next(iter(sums.terms)))
         return {name: _ratio(first, sums.weight(name)) for name in sums.terms}
 

@@ -7,7 +7,7 @@ built once, here, when a run starts and never inside a step (law 9); parallel/ a
 
 import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -70,6 +70,13 @@ class Mesh:
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def start_all_reduce_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """The same, begun: the sum is there when the function that is returned has been called."""
+        if self.world_size == 1:
+            return lambda: None
+        work = dist.all_reduce(tensor, async_op=True)
+        return lambda: work.wait() if work is not None else None
 
     def broadcast_object(self, value: T) -> T:
         """Rank 0's value, on every rank (pickled; the other ranks' argument is ignored)."""
