@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +377,38 @@ class Bf16Regression(Regression):
 
     def inputs(self, batch: Any) -> dict[str, Any]:
         return {"input": batch["x"].to(next(self.model.parameters()).dtype)}
+
+
+def test_what_would_be_ignored_is_refused_or_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"run\.resume=true needs run\.name"):
+        Trainer(folder=str(tmp_path), resume=True)
+    with pytest.raises(UserError, match=r"micro_batch_tokens needs samples of tokens"):
+        fit(tmp_path, "run", micro_batch_tokens=100, max_steps=1)
+
+    class Told(Callback):
+        def __init__(self) -> None:
+            self.texts: list[str] = []
+
+        def on_warning(self, text: str) -> None:
+            self.texts.append(text)
+
+    class WithBatchNorm(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    told = Told()
+    settings = {"folder": str(tmp_path), "name": "new", "max_steps": 1, "progress": "off", "resume": True}
+    Trainer(callbacks=[told], **settings).fit(WithBatchNorm(), rows(9))
+    assert len(told.texts) == 2
+    assert "no checkpoint to resume" in told.texts[0]
+    assert "batch normalisation takes its statistics from each micro-batch" in told.texts[1]
+
+
+def test_a_script_shows_a_fault_of_the_user_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("from twofold import Trainer\nTrainer(lrr=1)\n")
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown argument 'lrr'. Did you mean 'lr'?")
+    assert done.stderr.count("\n") == 1

@@ -34,7 +34,8 @@ _OWN_ARGUMENTS = ("callbacks", "config_text")
 class Extras:
     """What a method adds to a run: how micro-batches are cut, the start table's rows, evaluation samples
     (count -> samples), what writes the export (folder -> lines that say how to use it), what a resumed run must
-    share with the saved one, and what the user should be told."""
+    share with the saved one, what the user should be told, loader processes, and whether the model keeps the dtypes
+    it was loaded with whatever `precision` says."""
 
     cut: Cut | None = None
     lengths: Sequence[int] | None = None
@@ -44,6 +45,8 @@ class Extras:
     export: Callable[[Path], list[str]] | None = None
     facts: Mapping[str, Any] | None = None
     warnings: Sequence[str] = ()
+    workers: int = 0
+    keep_dtype: bool = False
 
 
 class Trainer:
@@ -78,10 +81,13 @@ class Trainer:
         self.device_type, self.devices = resolve(accelerator, devices)
         self.layout = parse(strategy, self.devices * num_nodes)
         _check_precision(precision)
+        if self.run_config.resume is True and self.run_config.name is None:
+            raise UserError("run.resume=true needs run.name: which run of the folder is to go on?")
         self._config_text = config_text or dump_groups(train=self.config, run=self.run_config)
         self._made_by_agent = RunFolder.from_agent()
         name = self.run_config.name or default_name("run")
-        self.folder = self._made_by_agent or RunFolder(Path(self.run_config.folder) / name)
+        given = self._made_by_agent
+        self.folder = RunFolder(_from_here(given.path) if given else Path(self.run_config.folder) / name)
         if not is_worker():
             self._start()
 
@@ -132,13 +138,14 @@ class Trainer:
         from twofold.parallel.data import Replicated
 
         precision = Precision.parse(self.run_config.precision)
-        task.model.to(precision.parameter_dtype)
+        if not extras.keep_dtype:
+            task.model.to(precision.parameter_dtype)
         layout = Replicated(task.model, mesh)
         optimizer = build_optimizer(task.model, self.config)
-        feed = self._feed(open_source(train, task, self.config, "train"), extras.lengths, extras.cut, mesh)
+        feed = self._feed(open_source(train, task, self.config, "train"), extras.lengths, extras, mesh)
         evaluation = None
         if eval is not None:
-            evaluation = self._feed(open_source(eval, task, self.config, "eval"), extras.eval_lengths, extras.cut, mesh)
+            evaluation = self._feed(open_source(eval, task, self.config, "eval"), extras.eval_lengths, extras, mesh)
         checkpoints = Checkpoints(self.folder.checkpoints, mesh, self.config.save_total_limit)
         order = feed.order
         facts = {"samples": order.samples, "global_batch_size": order.global_batch_size, "seed": order.seed}
@@ -166,14 +173,18 @@ class Trainer:
         self._open_run(loop, extras)
         return loop
 
-    def _feed(self, source: Source, lengths: Sequence[int] | None, cut: Cut | None, mesh: Mesh) -> Feed:
+    def _feed(self, source: Source, lengths: Sequence[int] | None, extras: Extras, mesh: Mesh) -> Feed:
         from twofold.data.order import Cut, Order
         from twofold.engine.feed import Feed
 
+        if lengths is None and self.config.micro_batch_tokens is not None:
+            raise UserError(
+                "train.micro_batch_tokens needs samples of tokens: for this task set train.micro_batch_size."
+            )
         order = Order(len(source.data), source.global_batch_size, self.config.seed, source.shuffle)
-        cut = cut or Cut(self.config.micro_batch_tokens, self.config.micro_batch_size)
-        pin = mesh.device.type == "cuda"
-        return Feed(source.data, lengths, source.collate, order, cut, mesh.rank, mesh.world_size, source.workers, pin)
+        cut = extras.cut or Cut(self.config.micro_batch_tokens, self.config.micro_batch_size)
+        pin, workers = mesh.device.type == "cuda", source.workers or extras.workers
+        return Feed(source.data, lengths, source.collate, order, cut, mesh.rank, mesh.world_size, workers, pin)
 
     def _watchers(self) -> list[Callback]:
         """What writes the run folder and the console, then the user's own callbacks."""
@@ -193,7 +204,7 @@ class Trainer:
         loop.mesh.barrier()
         setup_logging(self.folder.logs, loop.mesh.rank)
         loop.tell("on_start", _info(self, loop, extras))
-        for text in extras.warnings:
+        for text in (*extras.warnings, *_warnings(self, loop)):
             loop.tell("on_warning", text)
 
     def _run(self, loop: Loop, extras: Extras) -> Result:
@@ -249,6 +260,26 @@ def _info(trainer: Trainer, loop: Loop, extras: Extras) -> dict[str, Any]:
         "run": str(trainer.folder.path),
     }
     return table | dict(extras.info or {}) | {"max_steps": loop.max_steps, "start_step": loop.progress.step}
+
+
+def _warnings(trainer: Trainer, loop: Loop) -> list[str]:
+    """What the user should know before the first step."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    told = []
+    if trainer.run_config.resume and loop.progress.step == 0:
+        told.append(f"there is no checkpoint to resume in {loop.checkpoints.folder}: the run starts from step 0")
+    if any(isinstance(module, _BatchNorm) for module in loop.task.model.modules()):
+        told.append(
+            "batch normalisation takes its statistics from each micro-batch of each rank: results depend on how a step "
+            "is cut. Layer or group normalisation do not."
+        )
+    return told
+
+
+def _from_here(path: Path) -> Path:
+    """A path as the user would write it: relative where it lies below the current folder."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _count(n: int) -> str:

@@ -1,0 +1,1 @@
+"""The page that watches runs comes here; nothing yet."""

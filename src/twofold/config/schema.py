@@ -121,7 +121,9 @@ class TrainConfig(Group):
     max_epochs: int | None = Field(default=None, gt=0, description="Stop after this many passes over the data.")
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="The optimizer.")
     lr: float = Field(default=1e-4, ge=0, description="Highest learning rate of the schedule.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay; not on biases, norms and embeddings.")
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="Weight decay of matrices and embeddings; not of biases and norms."
+    )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.999), description="AdamW: decay of the first and second moment."
     )

@@ -1,0 +1,1 @@
+"""The engine: feed, step, loop, optimizer, precision, evaluation, checkpoints."""

@@ -17,6 +17,7 @@ from pydantic import Field
 from twofold.config.load import validate_kwargs
 from twofold.config.schema import Config, DataOptions, Group, LoraConfig
 from twofold.errors import UserError
+from twofold.monitor.run_folder import default_name
 from twofold.task import Loss, Task
 from twofold.trainer import Extras, Trainer
 
@@ -96,10 +97,13 @@ class SFTTrainer:
         **trainer_arguments: Any,
     ) -> None:
         self.args = _as_config(args)
+        self.model_name = str(model) if isinstance(model, str | Path) else type(model).__name__
         self.tokenizer = tokenizer or self._load_tokenizer(model)
         self.train_dataset = self._prepare(train_dataset, "train")
         self.eval_dataset = None if eval_dataset is None else self._prepare(eval_dataset, "eval")
         self._eval_source = eval_dataset
+        if trainer_arguments.get("name") is None and not trainer_arguments.get("resume"):
+            trainer_arguments["name"] = default_name("sft")
         self.trainer = Trainer(config_text=config_text, **trainer_arguments)  # with devices > 1 the workers start here
         self.model = self._load_model(model)
 
@@ -120,10 +124,9 @@ class SFTTrainer:
     def _load_model(self, model: Any) -> CausalLM:
         from twofold.models.load import load_model
 
-        name = str(model) if isinstance(model, str | Path) else type(model).__name__
         if isinstance(model, str | Path):
             model = load_model(str(model), _dtype(self.args.dtype), self.args.trust_remote_code)
-        return build_model(model, self.args, self.trainer.config.seed, self.tokenizer, name)
+        return build_model(model, self.args, self.trainer.config.seed, self.tokenizer, self.model_name)
 
     def train(self) -> Result:
         """Trains, and leaves the model in the run folder's export/. Returns the engine's `Result`."""
@@ -150,17 +153,19 @@ class SFTTrainer:
             export=self._export,
             facts={"data": self.train_dataset.fingerprint},
             warnings=[*warnings, *report.notes],
+            workers=self.args.num_workers,
+            keep_dtype=self.args.dtype is not None,
         )
 
     def _info(self, packed: bool) -> dict[str, str]:
+        """Rows of the start table."""
         from twofold.models.causal_lm import bare
 
-        report, hf = self.train_dataset.report, bare(self.model.hf)
-        head = "log-probabilities at labels only"
+        how = "no padding, each sample by itself" if packed else "padded"
         return {
-            "model": f"{Path(hf.name_or_path).name or type(hf).__name__} ({type(hf).__name__})",
-            "data": f"{report.summary()}",
-            "attention": f"{'no padding, each sample by itself' if packed else 'padded'} · {head}",
+            "model": f"{self.model_name} ({type(bare(self.model.hf)).__name__})",
+            "data": self.train_dataset.report.summary(),
+            "attention": f"{how} · output head at labels only",
         }
 
     def _samples(self, count: int) -> list[dict[str, Any]]:

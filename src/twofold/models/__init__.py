@@ -1,0 +1,1 @@
+"""Models: loading, adapters, log-probabilities, generation, export."""

@@ -88,7 +88,8 @@ def how_to_use(folder: Path, model: Any) -> list[str]:
     lines = [f"twofold generate {folder} --prompt 'Hello'"]
     if is_adapter(model):
         rank = model.peft_config["default"].r
-        lines.append(f"vllm serve BASE_MODEL --enable-lora --max-lora-rank {rank} --lora-modules tuned={folder}")
+        base = model.peft_config["default"].base_model_name_or_path
+        lines.append(f"vllm serve {base} --enable-lora --max-lora-rank {max(rank, 8)} --lora-modules tuned={folder}")
     else:
         lines.append(f"vllm serve {folder}")
     return lines

@@ -1,0 +1,1 @@
+"""Metrics, status, logs, console: everything that watches a run."""

@@ -1,0 +1,1 @@
+"""Pure tensor functions: attention over concatenated samples, log-probabilities in chunks."""

@@ -1,0 +1,1 @@
+"""The planner (cost model, search, simulation) comes here; nothing yet."""
