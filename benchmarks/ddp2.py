@@ -159,6 +159,8 @@ def raw_rank(rank: int, work: str) -> None:
         meter.step_done(step, STEPS if work == "module" else data.steps())
     if rank == 0:
         report(meter, steps=step - 1, **_counted(work))
+    dist.barrier()  # a rank that leaves first can take the other's gloo threads down with it
+    del model
     dist.destroy_process_group()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, tee
 from typing import Any
 
@@ -48,7 +48,9 @@ class Feed:
 
     def once(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches of one pass over all samples."""
-        plan = evaluation_batches(len(self.data), self.lengths, self.ranks, self.cut)[self.rank]
+        limited = self.cut.tokens is not None or self.cut.rows is not None
+        how = self.cut if limited else replace(self.cut, rows=self.order.global_batch_size)
+        plan = evaluation_batches(len(self.data), self.lengths, self.ranks, how)[self.rank]
         for batch, samples in zip(self._loader(plan), plan, strict=True):
             yield MicroBatch(batch, bool(samples), samples)
 
