@@ -140,6 +140,17 @@ def test_resume_is_bit_exact(tmp_path: Path, ranks: int, stop: int) -> None:
     assert [row["step"] for row in logged if row["split"] == "train"] == list(range(1, 13))
 
 
+def test_a_window_of_metrics_survives_a_stop(tmp_path: Path) -> None:
+    """Rows of four steps; stopped after six: the second row is that of the run without a stop."""
+    settings = {"logging_steps": 4, "schedule": "constant"}
+    whole = fit(tmp_path, "whole", max_steps=12, **settings)
+    fit(tmp_path, "parts", max_steps=6, save_steps=3, **settings)
+    resumed = fit(tmp_path, "parts", max_steps=12, resume=str(tmp_path / "parts/checkpoints/step-00000003"), **settings)
+    assert resumed[0] == whole[0]
+    rows_ = [json.loads(x) for x in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["samples"]) for row in rows_] == [(4, 23), (8, 46), (12, 69)]
+
+
 def test_resume_with_loader_workers_and_saved_steps(tmp_path: Path) -> None:
     """Field report, kind 9: prefetched batches do not count."""
     data = DataLoader(TensorDataset(torch.arange(22.0)), batch_size=4, shuffle=True, num_workers=2)

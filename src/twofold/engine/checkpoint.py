@@ -45,10 +45,15 @@ _OPTIMIZER = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_p
 
 @dataclass
 class Progress:
-    """How far a run is; units: tokens or samples seen. The data position is `step` alone: see `data/order.py`."""
+    """How far a run is. units: tokens or samples seen; window: what is summed up for the next row of metrics.
+
+    The data position is `step` alone: see `data/order.py`.
+    """
 
     step: int = 0
     units: int = 0
+    window: dict[str, Any] | None = None
+    window_units: int = 0
     best_loss: float | None = None
     best_step: int | None = None
 

@@ -77,6 +77,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.lr_at = schedule(self.config, self.max_steps)
+        if self.progress.window is not None:  # resumed in the middle of one
+            self.window, self.units = Sums.restored(self.progress.window), self.progress.window_units
         self.each_step = [c.on_step for c in self._listeners() if type(c).on_step is not Callback.on_step]
 
     def _listeners(self) -> list[Callback]:
@@ -189,6 +191,7 @@ class Loop:
 
     def save(self, best: bool = False) -> None:
         began = time.perf_counter()
+        self.progress.window, self.progress.window_units = self.window.state(), self.units
         path = self.checkpoints.save(self.task.model, self.step.optimizer, self.progress, self.facts, best)
         seconds = time.perf_counter() - began
         self.saved_step = self.progress.step

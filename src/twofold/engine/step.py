@@ -69,6 +69,19 @@ class Sums:
                 before = mine.get(name)
                 mine[name] = [(before[0][0] + total, before[0][1] + weight) if before else (total, weight)]
 
+    def state(self) -> dict[str, Any]:
+        """Settled sums as JSON."""
+        return {"terms": self.terms, "metrics": self.metrics, "coefficients": self.coefficients}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> Sums:
+        """The sums that `state` gave."""
+        sums = cls()
+        sums.coefficients = dict(state["coefficients"])
+        for mine, kept in ((sums.terms, state["terms"]), (sums.metrics, state["metrics"])):
+            mine |= {name: [(total, weight) for total, weight in pairs] for name, pairs in kept.items()}
+        return sums
+
     def all_reduce(self, mesh: Mesh) -> Callable[[], None]:
         """Begins to sum everything over the ranks, in one exchange; call what it returns to have the sums."""
         if mesh.world_size == 1:
