@@ -138,7 +138,11 @@ def test_text_files_folders_and_datasets(tmp_path: Path) -> None:
             '{"question": "a", "answer": "b"}',
             r"no known format has the columns answer, question\. Formats: ",
         ),
-        ("x.jsonl", '{"messages": [], "conversations": []}', r"fit several formats \(messages, sharegpt\)"),
+        (
+            "x.jsonl",
+            '{"messages": [], "conversations": []}',
+            r"fit several formats \(messages: .*; sharegpt: .*data\.format=messages\|sharegpt",
+        ),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -189,7 +193,7 @@ def test_bad_rows_are_refused_by_number_or_left_out_and_counted(row: dict[str, A
     [
         ({"messages": "hi"}, "column 'messages' should be a list, and is a text"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no assistant turn to learn"),
-        ({"messages": [{"role": "assistant", "content": ""}]}, "the assistant's turns are empty"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "messages, message 1: the assistant's turn is empty"),
         ({"messages": [{"content": "a"}]}, "message 1: should be an object with role and content"),
         ({"messages": [{"role": "assistant"}]}, "message 1 .assistant.: has no content"),
         ({"conversations": [{"from": "alien", "value": "a"}]}, "unknown speaker 'alien'"),
@@ -238,7 +242,8 @@ def test_the_preview_shows_what_gets_gradient(capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n⟦b<|im_end|>⟧\n" in shown
     assert "rows     2 · 1 samples · 1 cannot be trained" in shown
-    assert "bad row  2: messages: no assistant turn to learn" in shown
+    assert "bad      row 2: messages: no assistant turn to learn" in shown
+    assert "rows · format: messages (columns messages)" in shown.replace("source   the given list", "rows")
     data = prepare([ROWS["messages"]], TOKENIZER, DataOptions())
     marked = "".join(piece for piece, is_trained in segments(data[0], TOKENIZER) if is_trained)
     from twofold.data.collate import packed

@@ -152,7 +152,7 @@ def test_bos_comes_once(tokenizer: Any, bos: str) -> None:
 
 def test_a_template_without_an_end_gets_one() -> None:
     sample = encode(Example(messages=TWO), NO_END, DataOptions())
-    assert sample.note == EOS_ADDED
+    assert sample.notes == [EOS_ADDED]
     assert trained(sample, NO_END)[-1] == "Bye.\n<|im_end|>"
     assert end_of_turn(NO_END) is None
     assert CHATML.decode([end_of_turn(CHATML)]) == "<|im_end|>"
@@ -179,8 +179,6 @@ def test_texts_and_completions() -> None:
     assert trained(encode(Example(text="all of it"), CHATML, options), CHATML) == ["all of it<|im_end|>"]
     everything = encode(Example(prompt="2 + 2 =", completion=" 4"), CHATML, DataOptions(train_on="all"))
     assert trained(everything, CHATML) == ["2 + 2 = 4<|im_end|>"]
-    plain = encode(Example(messages=chat((U, "Say x"), (A, "x"))), t.byte_level(None), options)
-    assert trained(plain, CHATML) == ["x<|im_end|>"]
     given = encode(Example(input_ids=[5, 6, 7], labels=[-100, -100, 7]), CHATML, options)
     assert (given.input_ids, given.labels) == ([5, 6, 7], [-100, -100, 7])
 

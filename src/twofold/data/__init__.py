@@ -1,0 +1,1 @@
+"""Data: formats, templates, samples, their order, batches."""

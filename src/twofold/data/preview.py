@@ -11,17 +11,23 @@ from typing import Any
 
 from twofold.config.schema import DataOptions
 from twofold.data.encode import IGNORE
-from twofold.data.prepare import DataReport, TokenDataset, prepare
+from twofold.data.prepare import DataReport, TokenDataset, samples
+from twofold.errors import UserError
 
 OPEN, CLOSE = "⟦", "⟧"
 
 
 def preview(source: Any, tokenizer: Any, options: DataOptions, rows: int = 3) -> None:
-    """Prints the first samples and the report. Rows that cannot be trained are listed, not refused."""
-    data = prepare(source, tokenizer, options.model_copy(update={"on_bad_row": "skip"}))
+    """Prints the first samples and the report. Rows that cannot be trained are listed, not refused.
+
+    Raises UserError, after the list, where not one row can be trained.
+    """
+    data = samples(source, tokenizer, options)
     for i in range(min(rows, len(data))):
         _print_sample(data, tokenizer, i)
     print("\n".join(describe(data.report)))
+    if not len(data):
+        raise UserError(f"data.train: {data.report.source}: not one row can be trained. The reasons stand above.")
     if data.report.bad and options.on_bad_row == "refuse":
         print("training will refuse these rows: mend them, or leave them out with data.on_bad_row=skip")
 
@@ -37,7 +43,7 @@ def segments(sample: dict[str, Any], tokenizer: Any) -> list[tuple[str, bool]]:
 def _print_sample(data: TokenDataset, tokenizer: Any, i: int) -> None:
     sample = data[i]
     trained = int((sample["labels"][1:] != IGNORE).sum())
-    head = f"row {data.row_numbers[i]} · {data.lengths[i]} tokens · {trained} trained"
+    head = f"{data.report.place(data.row_numbers[i])} · {data.lengths[i]} tokens · {trained} trained"
     pieces = segments(sample, tokenizer)
     if not sys.stdout.isatty():
         text = "".join(f"{OPEN}{piece}{CLOSE}" if is_trained else piece for piece, is_trained in pieces)
@@ -56,13 +62,14 @@ def describe(report: DataReport) -> list[str]:
     share = 100 * report.trained / max(1, report.tokens)
     least, median, most95, most = report.lengths or [0, 0, 0, 0]
     lines = [
-        f"source   {report.source} · format {report.format}",
+        f"source   {report.source} · format: {report.stated_format()}",
         f"rows     {report.rows:,} · {report.samples:,} samples · {len(report.bad):,} cannot be trained",
         f"tokens   {report.tokens:,} · {report.trained:,} trained ({share:.1f} %)",
         f"lengths  {least} to {most} tokens · median {median} · 95 % have at most {most95}",
     ]
+    lines += [f"unused   columns {', '.join(report.unused)}"] if report.unused else []
     lines += [f"note     {note}" for note in report.notes]
-    lines += [f"bad row  {row}: {reason}" for row, reason in report.bad[:20]]
+    lines += [f"bad      {report.place(row)}: {reason}" for row, reason in report.bad[:20]]
     if len(report.bad) > 20:
-        lines.append(f"bad row  … and {len(report.bad) - 20} more")
+        lines.append(f"bad      … and {len(report.bad) - 20} more")
     return lines

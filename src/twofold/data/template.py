@@ -1,11 +1,12 @@
 """Which characters of a rendered chat are the assistant's: exact for any template, or refused.
 
-Nothing is found by looking for text that a message could contain. A template is asked instead:
+Nothing is found by looking for text that a user could have written. The template is asked instead:
 
 1. *Prefixes.* What comes before turn i, with the generation prompt, is `P = render(messages[:i])`; what ends with it
    is `R = render(messages[:i+1])`. Where the whole rendering starts with P and with R, the turn lies between them.
+   Where only a part of the generation prompt is there (`<think>` that an earlier turn does not have), that part is P's.
 2. *Marks.* Some templates render a turn differently when more follows (thinking taken out of earlier turns, the
-   system text moved to the last question). Then all messages are rendered once more with private-use characters,
+   system text moved to the last question). Then the messages are rendered once more with private-use characters,
    absent from every message, around each content. If taking them out again gives the very same rendering, their
    places are the contents' places.
 
@@ -14,8 +15,11 @@ A turn that neither can locate is refused. What is trained includes the token th
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 from twofold.data.formats import RowError
@@ -24,17 +28,24 @@ from twofold.errors import UserError
 Messages = Sequence[dict[str, Any]]
 Span = tuple[int, int]
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_THINKING_END = re.compile(r"</think>\s*")
 _FIRST_MARK = 0xF0000  # supplementary private use area A
+_OPEN, _OPEN_LATER, _CLOSE = 0, 1, 2  # the marks of a message: where it begins, where it may begin, where it ends
 
 
-def has_markers(tokenizer: Any) -> bool:
+def has_markers(tokenizer: Any, tools: Any = None) -> bool:
     """Whether the template says itself what the assistant generates ({% generation %})."""
-    return bool(_GENERATION.search(tokenizer.chat_template or ""))
+    return bool(tokenizer.chat_template and _GENERATION.search(tokenizer.get_chat_template(tools=tools)))
 
 
 def render(tokenizer: Any, messages: Messages, tools: Any = None, generation: bool = False) -> str:
     """The text of a chat. Raises UserError without a template, RowError where the template refuses the messages."""
+    return apply(tokenizer, messages, tools, tokenize=False, add_generation_prompt=generation)
+
+
+def apply(tokenizer: Any, messages: Messages, tools: Any, **options: Any) -> Any:
+    """`tokenizer.apply_chat_template`. Raises UserError without a template, RowError where it refuses the messages."""
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
@@ -42,26 +53,73 @@ def render(tokenizer: Any, messages: Messages, tools: Any = None, generation: bo
             "these rows are chats and the model's tokenizer has no chat template: set model.chat_template to a "
             ".jinja file, or use prompt/completion texts."
         )
+    called = any(m.get("tool_calls") for m in messages)
+    problem: Exception | None = None
+    for form in (messages, _with_text_arguments(messages)) if called else (messages,):
+        try:
+            return tokenizer.apply_chat_template(list(form), tools=tools, **options)
+        except TemplateError as error:
+            raise RowError(f"the chat template refuses it: {error}") from None
+        except (TypeError, ValueError, LookupError, AttributeError) as error:  # Python's own, inside the template
+            problem = problem or error
+    raise RowError(f"the chat template cannot render it: {problem}")
+
+
+def _with_text_arguments(messages: Messages) -> Messages:
+    """The same with the arguments of tool calls as JSON text, which some templates want."""
+
+    def text(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
+            return call
+        arguments = json.dumps(function.get("arguments", {}), ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    return [{**m, "tool_calls": [text(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """stop: the token with which the template ends a plain answer, or None; tokens: all that may end a turn, as
+    number -> text; added: the texts of all tokens that are not split."""
+
+    stop: int | None
+    tokens: dict[int, str]
+    added: tuple[str, ...]
+
+
+def ends(tokenizer: Any) -> Ends:
+    """How turns may end. Costs a rendering, once for a tokenizer and its template."""
+    template = tokenizer.chat_template
+    return _ends(tokenizer, template if isinstance(template, str) else repr(template), len(tokenizer))
+
+
+@lru_cache(maxsize=8)
+def _ends(tokenizer: Any, template: str, size: int) -> Ends:
+    added = tokenizer.added_tokens_decoder
+    stop = _find_stop(tokenizer, added) if tokenizer.chat_template else None
+    tokens = {i: t.content for i, t in added.items() if t.special or i in (stop, tokenizer.eos_token_id)}
+    if tokenizer.eos_token_id is not None:
+        tokens.setdefault(tokenizer.eos_token_id, tokenizer.eos_token)
+    return Ends(stop, tokens, tuple(t.content for t in added.values()))
+
+
+def _find_stop(tokenizer: Any, added: dict[int, Any]) -> int | None:
     try:
-        return tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=generation
-        )
-    except TemplateError as error:
-        raise RowError(f"the chat template refuses it: {error}") from None
+        text = render(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    except RowError:
+        return None
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    first = None
+    while ids and (ids[-1] in added or tokenizer.decode(ids[-1:]).isspace()):
+        last = ids.pop()
+        first = last if last in added else first
+    return first
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
     """The special token with which the template ends an assistant's turn, or None."""
-    if not tokenizer.chat_template:
-        return None
-    text = render(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    special = tokenizer.added_tokens_decoder
-    tail = []
-    while ids and (ids[-1] in special or tokenizer.decode(ids[-1:]).isspace()):
-        tail.append(ids.pop())
-    ends = [i for i in reversed(tail) if i in special]
-    return ends[0] if ends else None
+    return ends(tokenizer).stop
 
 
 def assistant_spans(tokenizer: Any, messages: Messages, tools: Any = None) -> tuple[str, list[Span]]:
@@ -69,81 +127,131 @@ def assistant_spans(tokenizer: Any, messages: Messages, tools: Any = None) -> tu
 
     Raises RowError where a turn cannot be located.
     """
-    full = render(tokenizer, messages, tools)
-    marks: dict[int, Span] | None = None
+    chat = _Chat(tokenizer, messages, tools)
     spans: list[Span] = []
     for i in (i for i, m in enumerate(messages) if m["role"] == "assistant"):
-        start, end = _by_prefixes(tokenizer, messages, tools, full, i)
-        if start is None or end is None:
-            marks = _marks(tokenizer, messages, tools, full) if marks is None else marks
-            start, end = _by_marks(tokenizer, full, marks, i, start, end)
+        start = _start(chat, i)
+        end = None if start is None else _end(chat, i, start)
         if start is None or end is None or start > end or (spans and start < spans[-1][1]):
             raise RowError(
                 f"the chat template does not show where assistant turn {len(spans) + 1} lies. Put {{% generation %}} "
                 f"markers into it (model.chat_template), or set data.train_on=all"
             )
         spans.append((start, end))
-    return full, spans
+    return chat.full, spans
 
 
-def _by_prefixes(tokenizer: Any, messages: Messages, tools: Any, full: str, i: int) -> tuple[int | None, int | None]:
-    """(start, end) of turn i as far as prefixes tell."""
-    try:
-        before = render(tokenizer, messages[:i], tools, generation=True)
-        after = full if i == len(messages) - 1 else render(tokenizer, messages[: i + 1], tools)
-    except RowError:  # some templates refuse a chat that stops here
-        return None, None
-    start = len(before) if full.startswith(before) else None
-    return start, len(after) if full.startswith(after) else None
+@dataclass
+class _Chat:
+    """A chat and what its template makes of it."""
+
+    tokenizer: Any
+    messages: Messages
+    tools: Any
+
+    @cached_property
+    def full(self) -> str:
+        return render(self.tokenizer, self.messages, self.tools)
+
+    def until(self, count: int, generation: bool = False) -> str | None:
+        """The rendering of the first messages; None where the template refuses a chat that stops there."""
+        if count == len(self.messages) and not generation:
+            return self.full
+        try:
+            return render(self.tokenizer, self.messages[:count], self.tools, generation)
+        except RowError:
+            return None
+
+    @cached_property
+    def marks(self) -> dict[int, int]:
+        """3 * message number + kind of mark -> place in `full`; marks that the template has cut away are missing."""
+        every = range(len(self.messages))
+        answers = [i for i in every if self.messages[i]["role"] == "assistant"]
+        # A template may look at how a question begins, and a mark there would change what it does.
+        return _marks(self, every) or _marks(self, answers)
 
 
-def _marks(tokenizer: Any, messages: Messages, tools: Any, full: str) -> dict[int, Span]:
-    """Message number -> the span of its content in `full`; -1 for an end that the template has cut away."""
-    if any(ord(c) >= _FIRST_MARK for c in full):
+def _start(chat: _Chat, i: int) -> int | None:
+    """Where turn i begins in the whole: after what inference gives the model before it speaks."""
+    asked, before = chat.until(i, generation=True), chat.until(i)
+    if asked is not None and chat.full.startswith(asked):
+        return len(asked)
+    header = ""
+    if asked is not None and before is not None and asked.startswith(before) and chat.full.startswith(before):
+        header = _shared_header(asked[len(before) :], chat.full[len(before) :], ends(chat.tokenizer).added)
+    if header:
+        return len(before or "") + len(header)
+    return chat.marks.get(3 * i + _OPEN, chat.marks.get(3 * i + _OPEN_LATER))
+
+
+def _shared_header(asked: str, given: str, added: tuple[str, ...]) -> str:
+    """What two texts begin with alike, up to a white space or an unsplit token: letters may agree by chance."""
+    n = next((n for n, (a, b) in enumerate(zip(asked, given, strict=False)) if a != b), min(len(asked), len(given)))
+    shared = asked[:n]
+    while shared and not (shared[-1].isspace() or shared.endswith(added)):
+        shared = shared[:-1]
+    return shared
+
+
+def _end(chat: _Chat, i: int, start: int) -> int | None:
+    """Where turn i ends in the whole, with the token that ends it."""
+    done = chat.until(i + 1)
+    if done is not None and chat.full.startswith(done):
+        return len(done)
+    end = _end_by_marks(chat, i, start)
+    others = [at for mark, at in chat.marks.items() if mark // 3 != i]
+    # Some templates write what a tool answers into the turn that called it: that is not the assistant's.
+    return None if end is None or any(start < at < end for at in others) else end
+
+
+def _end_by_marks(chat: _Chat, i: int, start: int) -> int | None:
+    own, following = chat.marks.get(3 * i + _CLOSE), chat.marks.get(3 * (i + 1) + _OPEN)
+    how = ends(chat.tokenizer)
+    if own is not None and not chat.messages[i].get("tool_calls"):  # calls would come after the content
+        rest = chat.full[own:]
+        gap = len(rest) - len(rest.lstrip())
+        closing = [text for text in how.tokens.values() if rest[gap:].startswith(text)] if how.stop is not None else []
+        return own + gap + len(max(closing, key=len)) if closing else own
+    if following is not None and how.stop is not None:
+        # Between this turn's start and the next content lie this turn, its end, and a header: the last end is it.
+        stop = how.tokens[how.stop]
+        last = chat.full.rfind(stop, start, following)
+        return last + len(stop) if last >= 0 else None
+    return None
+
+
+def _marks(chat: _Chat, which: Sequence[int]) -> dict[int, int]:
+    """The marks of these messages, or nothing where they would change the rendering."""
+    if any(ord(c) >= _FIRST_MARK for c in chat.full):
         return {}
-    marked = []
-    for i, message in enumerate(messages):
-        content = message.get("content")
-        if isinstance(content, str) and (core := content.strip()):
-            lead = content[: content.index(core)]
-            trail = content[len(lead) + len(core) :]
-            content = f"{lead}{chr(_FIRST_MARK + 2 * i)}{core}{chr(_FIRST_MARK + 2 * i + 1)}{trail}"
-        marked.append({**message, "content": content})
+    marked = [_marked(m, 3 * i) if i in which else m for i, m in enumerate(chat.messages)]
     try:
-        text = render(tokenizer, marked, tools)
+        text = render(chat.tokenizer, marked, chat.tools)
     except RowError:
         return {}
-    places: dict[int, list[int]] = {}
+    places: dict[int, int] = {}
     clean: list[str] = []
     for c in text:
-        if ord(c) >= _FIRST_MARK:
-            places.setdefault(ord(c) - _FIRST_MARK, []).append(len(clean))
-        else:
+        mark = ord(c) - _FIRST_MARK
+        if mark < 0:
             clean.append(c)
-    if "".join(clean) != full or any(len(p) > 1 for p in places.values()):
-        return {}
-    found = {mark // 2 for mark in places}
-    spans = {i: (places.get(2 * i, [-1])[0], places.get(2 * i + 1, [-1])[0]) for i in found}
-    turned_around = any(0 <= end < start for start, end in spans.values())
-    return {} if turned_around else spans
+        elif places.setdefault(mark, len(clean)) != len(clean):
+            return {}  # a content that stands in two places
+    inside_out = any(places.get(mark + 1, at) < at for mark, at in places.items() if mark % 3 != _CLOSE)
+    return places if "".join(clean) == chat.full and not inside_out else {}
 
 
-def _by_marks(
-    tokenizer: Any, full: str, marks: dict[int, Span], i: int, start: int | None, end: int | None
-) -> tuple[int | None, int | None]:
-    """(start, end) of turn i, where prefixes have not told, from the marks of its content and of what follows."""
-    own = marks.get(i, (-1, -1))
-    stop = end_of_turn(tokenizer)
-    stop_text = tokenizer.decode([stop]) if stop is not None else ""
-    if start is None and own[0] >= 0:
-        start = own[0]
-    if end is None and own[1] >= 0:
-        rest = full[own[1] :]
-        gap = len(rest) - len(rest.lstrip())
-        end = own[1] + (gap + len(stop_text) if stop_text and rest[gap:].startswith(stop_text) else 0)
-    following = marks.get(i + 1, (-1, -1))[0]
-    if end is None and start is not None and following >= 0 and stop_text:
-        # Between this turn's start and the next content lie this turn, its end, and a header: the last end is it.
-        last = full.rfind(stop_text, start, following)
-        end = last + len(stop_text) if last >= 0 else None
-    return start, end
+def _marked(message: dict[str, Any], first: int) -> dict[str, Any]:
+    """A message with marks around its content, inside of surrounding white space (which templates may strip).
+
+    Where thinking ends there is one more: a template that cuts thinking away leaves that one.
+    """
+    content = message.get("content")
+    if not isinstance(content, str) or not (core := content.strip()):
+        return message
+    at = content.index(core)
+    lead, trail = content[:at], content[at + len(core) :]
+    opening, later, closing = (chr(_FIRST_MARK + first + kind) for kind in (_OPEN, _OPEN_LATER, _CLOSE))
+    if thinking := list(_THINKING_END.finditer(core)):
+        core = core[: thinking[-1].end()] + later + core[thinking[-1].end() :]
+    return {**message, "content": f"{lead}{opening}{core}{closing}{trail}"}

@@ -19,6 +19,7 @@ from twofold import __version__
 from twofold.models import attention
 from twofold.models.causal_lm import bare
 from twofold.models.generate import stop_tokens
+from twofold.models.load import quiet
 from twofold.models.lora import is_adapter
 
 
@@ -30,7 +31,7 @@ def export(model: Any, tokenizer: Any, folder: Path, merge: bool = False, facts:
     work = folder.with_name(f".{folder.name}-new")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    with attention.attention(bare(model), "sdpa"):
+    with attention.attention(bare(model), "sdpa"), quiet():
         whole = deepcopy(model).merge_and_unload() if merge and is_adapter(model) else model
         _write(whole, tokenizer, work)
         (work / "README.md").write_text(_card(whole, folder, facts or {}), encoding="utf-8")

@@ -15,7 +15,7 @@ from twofold.data.template import end_of_turn, render
 from twofold.errors import UserError
 from twofold.models import attention
 from twofold.models.causal_lm import bare
-from twofold.models.load import load_model, load_tokenizer, resolve_model_path
+from twofold.models.load import load_model, load_tokenizer, quiet, resolve_model_path
 
 
 def load_for_generation(path: str) -> tuple[Any, Any]:
@@ -36,7 +36,8 @@ def _with_adapter(folder: Path) -> tuple[Any, Any]:
 
     base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     tokenizer = folder if (folder / "tokenizer_config.json").is_file() else base
-    model = PeftModel.from_pretrained(load_model(resolve_model_path(base)), str(folder))
+    with quiet():
+        model = PeftModel.from_pretrained(load_model(resolve_model_path(base)), str(folder))
     return model.eval(), load_tokenizer(str(tokenizer))
 
 

@@ -7,6 +7,8 @@ a name that transformers can fetch from the hub or its cache.
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,14 @@ def _nearby(path: Path) -> str:
         return f" (there is no folder {parent})"
     names = sorted(os.listdir(parent))[:8]
     return f"; {parent} holds: {', '.join(names) or 'nothing'}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hides what one library deprecates and another still uses: the user can do nothing about it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
+        yield
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Any
 
 from twofold.config.schema import LoraConfig
 from twofold.errors import UserError
+from twofold.models.load import quiet
 
 
 def add_lora(model: Any, config: LoraConfig) -> Any:
@@ -24,7 +25,8 @@ def add_lora(model: Any, config: LoraConfig) -> Any:
         modules_to_save=list(config.modules_to_save) or None,
     )
     try:
-        return peft.get_peft_model(model, adapter)
+        with quiet():
+            return peft.get_peft_model(model, adapter)
     except ValueError as error:
         if "target modules" not in str(error).lower():
             raise

@@ -1,12 +1,13 @@
 """What a row of a data file can look like: one file per format, found by its columns.
 
-A format is a module here with `COLUMNS` (what it needs, in words), `matches(columns)` and `convert(row)`, which
-makes an `Example` or raises `RowError`. A new format is one new file.
+A format is a module here with `COLUMNS` (what it needs, in words), `USES` (every column it reads),
+`matches(columns)` and `convert(row)`, which makes an `Example` or raises `RowError`. A new format is one new file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
@@ -22,10 +23,15 @@ class RowError(Exception):
 
 @dataclass(frozen=True)
 class Example:
-    """A row in one of four forms: chat (`messages`, with `tools`), `prompt` and `completion`, `text`, or tokens."""
+    """A row in one of four forms: chat (`messages`, with `tools`), `prompt` and `completion`, `text`, or tokens.
+
+    learn_from: messages before this one are the prompt, and their assistant turns are not learned by default.
+    With messages *and* prompt, the texts are for a tokenizer that has no chat template.
+    """
 
     messages: list[dict[str, Any]] | None = None
     tools: list[Any] | None = None
+    learn_from: int = 0
     prompt: str | None = None
     completion: str | None = None
     text: str | None = None
@@ -54,8 +60,10 @@ def find_format(columns: set[str], wanted: str, what: str) -> tuple[str, ModuleT
         table = "; ".join(f"{name}: {module.COLUMNS}" for name, module in known.items())
         raise UserError(f"{what}: no known format has the columns {found}. Formats: {table}.")
     if len(fitting) > 1:
+        several = "; ".join(f"{name}: {known[name].COLUMNS}" for name in fitting)
         raise UserError(
-            f"{what}: the columns {found} fit several formats ({', '.join(fitting)}). Choose one with data.format=…"
+            f"{what}: the columns {found} fit several formats ({several}). Choose one with "
+            f"data.format={'|'.join(fitting)}."
         )
     return fitting[0], known[fitting[0]]
 
@@ -76,19 +84,67 @@ def field(row: Mapping[str, Any], name: str, kinds: type | tuple[type, ...], def
 _NAMES = {str: "a text", list: "a list", dict: "an object", int: "a number", float: "a number", bool: "true/false"}
 
 
-def check_messages(messages: list[Any], name: str) -> list[dict[str, Any]]:
-    """Chat messages as templates want them. Raises RowError for what is no message, and without an assistant turn."""
-    for i, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RowError(f"{name}, message {i}: should be an object with role and content")
-        content = message.get("content")
-        if content is None and not message.get("tool_calls"):
-            raise RowError(f"{name}, message {i} ({message['role']}): has no content")
-        if content is not None and not isinstance(content, str | list):
-            raise RowError(f"{name}, message {i} ({message['role']}): content should be a text")
-    turns = [m for m in messages if m["role"] == "assistant"]
-    if not turns:
+def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
+    """The tools that a row offers: a list, or JSON text of one."""
+    tools = field(row, "tools", (list, str), None)
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError:
+            raise RowError("column 'tools' is a text and no JSON") from None
+        if not isinstance(tools, list | None):
+            raise RowError("column 'tools' should be a list of tools")
+    return tools or None
+
+
+def check_messages(messages: Iterable[Any], name: str, learn_from: int = 0) -> list[dict[str, Any]]:
+    """Chat messages as templates want them: without null keys, the arguments of tool calls as objects, and `train`
+    (from `train: false` or `weight: 0`) where an assistant turn is not to be learned.
+
+    Raises RowError for what is no message, for an empty assistant turn, and where none is left to learn.
+    """
+    clean = [_message(message, f"{name}, message {i}") for i, message in enumerate(messages, 1)]
+    turns = [(i, m) for i, m in enumerate(clean) if m["role"] == "assistant"]
+    if not any(i >= learn_from for i, _ in turns):
         raise RowError(f"{name}: no assistant turn to learn")
-    if not any(m.get("tool_calls") or (m.get("content") or "") for m in turns):
-        raise RowError(f"{name}: the assistant's turns are empty")
-    return messages
+    for i, message in turns:
+        content = message["content"]
+        empty = not (content.strip() if isinstance(content, str) else content) and not message.get("tool_calls")
+        if empty and i >= learn_from and message.get("train", True):
+            raise RowError(f"{name}, message {i + 1}: the assistant's turn is empty")
+    return clean
+
+
+def _message(message: Any, place: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RowError(f"{place}: should be an object with role and content")
+    clean = {key: value for key, value in message.items() if value is not None}
+    place = f"{place} ({clean['role']})"
+    calls = clean.pop("tool_calls", None)
+    if calls:
+        if not isinstance(calls, list):
+            raise RowError(f"{place}: tool_calls should be a list")
+        clean["tool_calls"] = [_call(call, place) for call in calls]
+    if "content" not in clean:
+        if not calls:
+            raise RowError(f"{place}: has no content")
+        clean["content"] = ""
+    if not isinstance(clean["content"], str | list):
+        raise RowError(f"{place}: content should be a text")
+    if clean.pop("weight", 1) == 0:
+        clean["train"] = False
+    return clean
+
+
+def _call(call: Any, place: str) -> Any:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RowError(f"{place}: a tool call should be an object with a function's name and arguments")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):  # as servers send them; templates want objects
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except ValueError:
+            raise RowError(f"{place}: the arguments of a tool call are a text and no JSON") from None
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else {"type": "function", "function": function}

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from twofold.data.formats import Example, check_messages, field
+from twofold.data.formats import Example, check_messages, field, tools_of
 
 COLUMNS = "messages (list of {role, content}), tools (optional)"
+USES = {"messages", "tools"}
 
 
 def matches(columns: set[str]) -> bool:
@@ -13,6 +14,4 @@ def matches(columns: set[str]) -> bool:
 
 
 def convert(row: Mapping[str, Any]) -> Example:
-    return Example(
-        messages=check_messages(field(row, "messages", list), "messages"), tools=field(row, "tools", list, None)
-    )
+    return Example(messages=check_messages(field(row, "messages", list), "messages"), tools=tools_of(row))

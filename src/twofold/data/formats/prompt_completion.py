@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from twofold.data.formats import Example, RowError, check_messages, field
+from twofold.data.formats import Example, RowError, check_messages, field, tools_of
 
-COLUMNS = "prompt, completion (texts, or lists of messages)"
+COLUMNS = "prompt, completion (texts, or lists of messages), tools (optional)"
+USES = {"prompt", "completion", "tools"}
 
 
 def matches(columns: set[str]) -> bool:
@@ -15,7 +16,7 @@ def matches(columns: set[str]) -> bool:
 def convert(row: Mapping[str, Any]) -> Example:
     prompt = field(row, "prompt", (str, list))
     completion = field(row, "completion", (str, list))
-    if not completion:
+    if not (completion.strip() if isinstance(completion, str) else completion):
         raise RowError("the completion is empty")
     if isinstance(prompt, str) and isinstance(completion, str):
         return Example(prompt=prompt, completion=completion)
@@ -23,5 +24,5 @@ def convert(row: Mapping[str, Any]) -> Example:
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
-    tools = field(row, "tools", list, None)
-    return Example(messages=check_messages([*prompt, *completion], "prompt + completion"), tools=tools)
+    messages = check_messages([*prompt, *completion], "prompt + completion", learn_from=len(prompt))
+    return Example(messages=messages, tools=tools_of(row), learn_from=len(prompt))

@@ -4,9 +4,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from twofold.data.formats import Example, RowError, check_messages, field
+from twofold.data.formats import Example, RowError, check_messages, field, tools_of
 
 COLUMNS = "conversations (list of {from, value}), system and tools (optional)"
+USES = {"conversations", "system", "tools"}
 ROLES = {
     "human": "user",
     "user": "user",
@@ -29,7 +30,7 @@ def convert(row: Mapping[str, Any]) -> Example:
     system = field(row, "system", str, "")
     messages = [{"role": "system", "content": system}] if system else []
     messages += [_message(turn, i) for i, turn in enumerate(turns, 1)]
-    return Example(messages=check_messages(messages, "conversations"), tools=_tools(row))
+    return Example(messages=check_messages(messages, "conversations"), tools=tools_of(row))
 
 
 def _message(turn: Any, number: int) -> dict[str, Any]:
@@ -48,16 +49,5 @@ def _call(value: str, number: int) -> dict[str, Any]:
         call = json.loads(value)
         return {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise RowError(
-            f"conversations, turn {number}: a function_call should be JSON with name and arguments"
-        ) from None
-
-
-def _tools(row: Mapping[str, Any]) -> list[Any] | None:
-    tools = field(row, "tools", (list, str), None)
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except ValueError:
-            raise RowError("column 'tools' is a text and no JSON") from None
-    return tools or None
+        place = f"conversations, turn {number}"
+        raise RowError(f"{place}: a function_call should be JSON with name and arguments") from None

@@ -6,6 +6,7 @@ from typing import Any
 from twofold.data.formats import Example, RowError, field
 
 COLUMNS = "text"
+USES = {"text"}
 
 
 def matches(columns: set[str]) -> bool:

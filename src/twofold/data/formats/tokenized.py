@@ -1,11 +1,15 @@
-"""Tokens made elsewhere: `input_ids`, and `labels` of the same length with -100 where nothing is learned."""
+"""Tokens made elsewhere: `input_ids`, and `labels` of the same length with -100 where nothing is learned.
+
+Padding is taken out where an `attention_mask` tells it.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from twofold.data.formats import Example, RowError, field
 
-COLUMNS = "input_ids, labels (lists of numbers of one length)"
+COLUMNS = "input_ids, labels, and optionally attention_mask (lists of numbers of one length)"
+USES = {"input_ids", "labels", "attention_mask"}
 
 
 def matches(columns: set[str]) -> bool:
@@ -16,6 +20,11 @@ def convert(row: Mapping[str, Any]) -> Example:
     ids, labels = (_numbers(row, name) for name in ("input_ids", "labels"))
     if len(ids) != len(labels):
         raise RowError(f"input_ids has {len(ids)} numbers and labels has {len(labels)}")
+    if row.get("attention_mask") is not None:
+        mask = _numbers(row, "attention_mask")
+        if len(mask) != len(ids):
+            raise RowError(f"input_ids has {len(ids)} numbers and attention_mask has {len(mask)}")
+        ids, labels = ([v for v, real in zip(values, mask, strict=True) if real] for values in (ids, labels))
     return Example(input_ids=ids, labels=labels)
 
 
