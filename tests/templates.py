@@ -53,6 +53,40 @@ MARKED = (
     "{% else %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# As TRL's training templates: the markers hold the end of the turn, and the new line after it too.
+MARKED_WIDELY = MARKED.replace("{% endgeneration %}{{ '<|im_end|>\n' }}", "{{ '<|im_end|>\n' }}{% endgeneration %}")
+# Phi 3: the whole text ends with one more token.
+PHI3 = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+# Qwen3.5, DeepSeek R1: inference begins with an opened <think>, which earlier turns have lost with their thinking.
+THINKING = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% set parts = m['content'].split('</think>') %}{% if m['role'] != 'assistant' %}{{ m['content'] }}{% else %}"
+    "{% if loop.index0 > ns.last %}{{ '<think>\n' + (parts[0].split('<think>')[-1].strip() if parts | length > 1 else '')"
+    " + '\n</think>\n\n' }}{% endif %}{{ parts[-1].lstrip('\n') }}"
+    "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + '</call>' }}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+# gpt-oss: the last answer ends with another token than those before it, and the turn begins with its channel.
+TWO_ENDS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + (':final:' if m['role'] == 'assistant' else ':') }}"
+    "{{ m['content'] + ('<|return|>' if loop.last and m['role'] == 'assistant' else '<|im_end|>') }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+# Gemma 4: what a tool answers is written into the turn that called it, before what the assistant says.
+ANSWER_IN_TURN = (
+    "{% for m in messages %}{% if m['role'] != 'tool' %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + '</call>' }}"
+    "{% if not loop.last or messages[loop.index0 + 2] is defined %}{{ '<got>' + messages[2]['content'] + '</got>' }}"
+    "{% endif %}{% endfor %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# DeepSeek V3: adds the arguments of a call to a text, so they must be text.
+TEXT_ARGUMENTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}{% for c in m.tool_calls or [] %}"
+    "{{ '<call>' + c.function.name + c.function.arguments + '</call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 NO_END = (
     "{% for m in messages %}{{ m['role'] | upper + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
@@ -67,7 +101,7 @@ TOOLS = (
 )
 
 SPECIAL = {
-    "chatml": ["<|im_start|>", "<|im_end|>"],
+    "chatml": ["<|im_start|>", "<|im_end|>", "<|return|>", "<|endoftext|>"],
     "llama3": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "mistral": ["<s>", "</s>", "[INST]", "[/INST]"],
     "gemma": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],

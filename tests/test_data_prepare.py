@@ -1,7 +1,5 @@
-"""Rows from files, formats by their columns, refusals with the row and the remedy, cache, preview."""
+"""Formats by their columns, rows that are refused by number and with the remedy, preview, prompts, real files."""
 
-import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from pyarrow import parquet
 
 from twofold.config.schema import DataOptions
 from twofold.data.formats import formats
-from twofold.data.load import load_rows
 from twofold.data.prepare import prepare, prompts
 from twofold.data.preview import preview, segments
 from twofold.errors import UserError
@@ -77,96 +74,6 @@ def test_alpaca_history_and_sharegpt_calls() -> None:
     assert trained_text(data) == '<call>f {"x": 1}</call><|im_end|>b<|im_end|>'
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """A file of rows in the format of its ending."""
-    if path.suffix == ".jsonl":
-        path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    elif path.suffix == ".json":
-        path.write_text(json.dumps({"data": rows}))
-    elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    elif path.suffix == ".parquet":
-        parquet.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text("\n".join(row["text"] for row in rows))
-    return path
-
-
-@pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".parquet"])
-def test_kinds_of_files(tmp_path: Path, ending: str) -> None:
-    rows = [{"prompt": f'a{i}, "q"\n', "completion": f"b{i}"} for i in range(3)]
-    data = prepare(write(tmp_path / f"rows{ending}", rows), TOKENIZER, DataOptions())
-    expected = prepare(rows, TOKENIZER, DataOptions())
-    assert len(data) == 3
-    for i in range(3):
-        assert np.array_equal(data[i]["input_ids"], expected[i]["input_ids"])
-        assert data[i]["labels"].dtype == np.int64
-
-
-def test_text_files_folders_and_datasets(tmp_path: Path) -> None:
-    import datasets
-
-    write(tmp_path / "b.txt", [{"text": "three"}])
-    write(tmp_path / "a.txt", [{"text": "one"}, {"text": "two"}])
-    assert [row["text"] for row in load_rows(tmp_path)] == ["one", "two", "three"]
-    rows = [ROWS["messages"]] * 2
-    given = prepare(datasets.Dataset.from_list(rows), TOKENIZER, DataOptions())
-    assert trained_text(given, 1) == "b<|im_end|>"
-    saved = tmp_path / "saved"
-    datasets.Dataset.from_list(rows).save_to_disk(str(saved))
-    assert len(prepare(saved, TOKENIZER, DataOptions())) == 2
-    with pytest.raises(UserError, match="splits train: give one of them"):
-        prepare(datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}), TOKENIZER, DataOptions())
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("x.jsonl", "", r"x\.jsonl has no rows"),
-        ("x.jsonl", '{"text": "a"}\n{"text": \n', r"x\.jsonl:2: not valid JSON"),
-        ("x.jsonl", "[1]", r"x\.jsonl:1: each line should be an object"),
-        ("x.json", '{"text": "a"}\n{"text": "b"}', r"not valid JSON.*name it \.jsonl"),
-        ("x.json", '{"rows": 1}', r'should be a list of objects, or \{"data"'),
-        ("x.csv", "text,b\na\n", r"row 1 has another number of columns"),
-        ("x.parquet", "no", r"not a readable Parquet file"),
-        ("x.xlsx", "no", r"unknown kind of file '\.xlsx'\. Known: \.jsonl"),
-        (
-            "x.jsonl",
-            '{"question": "a", "answer": "b"}',
-            r"no known format has the columns answer, question\. Formats: ",
-        ),
-        (
-            "x.jsonl",
-            '{"messages": [], "conversations": []}',
-            r"fit several formats \(messages: .*; sharegpt: .*data\.format=messages\|sharegpt",
-        ),
-    ],
-)
-def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=message):
-        prepare(tmp_path / name, TOKENIZER, DataOptions())
-
-
-def test_missing_files_and_folders(tmp_path: Path) -> None:
-    write(tmp_path / "train.jsonl", [ROWS["text"]])
-    with pytest.raises(UserError, match=r"there is no file .*trian\.jsonl in .*Did you mean 'train\.jsonl'"):
-        prepare(tmp_path / "trian.jsonl", TOKENIZER, DataOptions())
-    with pytest.raises(UserError, match=r"and no folder .*nowhere"):
-        prepare(tmp_path / "nowhere" / "x.jsonl", TOKENIZER, DataOptions())
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no data files"):
-        prepare(tmp_path / "empty", TOKENIZER, DataOptions())
-    write(tmp_path / "more.csv", [{"text": "a"}])
-    with pytest.raises(UserError, match=r"mixes \.csv, \.jsonl"):
-        prepare(tmp_path, TOKENIZER, DataOptions())
-    with pytest.raises(UserError, match=r"unknown format 'chat'"):
-        prepare([ROWS["text"]], TOKENIZER, DataOptions(format="chat"))
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -209,33 +116,6 @@ def test_rows_that_are_no_examples(row: dict[str, Any], reason: str) -> None:
         prepare([row], TOKENIZER, DataOptions())
 
 
-def test_the_cache_gives_the_same_and_notices_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write(tmp_path / "rows.jsonl", [ROWS["messages"]] * 4)
-    first = prepare(file, TOKENIZER, DataOptions())
-
-    def fails(*args: Any) -> None:
-        raise AssertionError("encoded again")
-
-    monkeypatch.setattr("twofold.data.prepare.encode", fails)
-    again = prepare(file, TOKENIZER, DataOptions())
-    assert again.fingerprint == first.fingerprint
-    assert again.report == first.report
-    assert all(np.array_equal(again[i][k], first[i][k]) for i in range(4) for k in ("input_ids", "labels"))
-    with pytest.raises(AssertionError):
-        prepare(file, TOKENIZER, DataOptions(train_on="all"))
-    with pytest.raises(AssertionError):
-        prepare(file, t.byte_level(t.QWEN3), DataOptions())
-    write(file, [ROWS["messages"]] * 5)
-    with pytest.raises(AssertionError):
-        prepare(file, TOKENIZER, DataOptions())
-
-
-def test_without_a_place_for_the_cache_it_works_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("TWOFOLD_CACHE", str(tmp_path / "file"))
-    assert len(prepare([ROWS["text"]], TOKENIZER, DataOptions())) == 1
-
-
 def test_the_preview_shows_what_gets_gradient(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [ROWS["messages"], {"messages": [{"role": "user", "content": "x"}]}]
     preview(rows, TOKENIZER, DataOptions(), rows=1)
@@ -258,6 +138,91 @@ def test_prompts_for_samples() -> None:
     assert (TOKENIZER.decode(found[0].input_ids), found[0].reference) == (expected, "b")
     data = prepare([ROWS["messages"]], TOKENIZER, DataOptions())
     assert data[0]["input_ids"].tolist()[: len(found[0].input_ids)] == found[0].input_ids
+
+
+def test_the_format_is_stated_with_its_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    preview([ROWS["sharegpt"] | {"tools": "[]", "id": 1, "score": 2}], TOKENIZER, DataOptions())
+    shown = capsys.readouterr().out
+    assert "format: sharegpt (columns conversations, tools)" in shown
+    assert "unused   columns id, score" in shown
+
+
+def test_one_odd_row_is_named_and_does_not_hide_the_format() -> None:
+    good = ROWS["prompt_completion"]
+    with pytest.raises(UserError, match=r"row 1: column 'completion' is missing or null\. Mend it"):
+        prepare([{"prompt": "a"}, good], TOKENIZER, DataOptions())
+    with pytest.raises(UserError, match=r"row 17: column 'prompt' is missing or null"):
+        prepare([good] * 16 + [ROWS["messages"]] + [good], TOKENIZER, DataOptions())
+    with pytest.raises(UserError, match=r"row 2 is a str, not a dict of columns"):
+        prepare([good, "text"], TOKENIZER, DataOptions())
+
+
+def test_without_one_row_to_train_the_preview_still_tells_why(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="not one row can be trained"):
+        preview([{"text": ""}] * 2, TOKENIZER, DataOptions())
+    assert "bad      row 2: the text is empty" in capsys.readouterr().out
+
+
+def test_a_base_model_gets_the_alpaca_texts_and_no_chats() -> None:
+    base = t.sentencepiece_like(None, "mistral", "<s>", "</s>")
+    introduction = "Below is an instruction that describes a task"
+    request = "Write a response that appropriately completes the request.\n\n### Instruction:\ndo\n\n"
+    expected = {
+        "": f"{introduction}. {request}### Response:\n",
+        "it": f"{introduction}, paired with an input that provides further context. {request}### Input:\nit\n\n"
+        "### Response:\n",
+    }
+    for extra, prompt in expected.items():
+        row = {"instruction": "do", "input": extra, "output": "b"}
+        data = prepare([row], base, DataOptions())
+        assert base.decode(data[0]["input_ids"][1:]) == f"{prompt}b</s>"
+        assert base.decode(data[0]["input_ids"][data[0]["labels"] != -100]) == "b</s>"
+        [found] = prompts([row], base, DataOptions(), 1)
+        assert (base.decode(found.input_ids[1:]), found.reference) == (prompt, "b")
+        assert found.input_ids.count(base.bos_token_id) == 1
+        assert data[0]["input_ids"].tolist()[: len(found.input_ids)] == found.input_ids
+    with pytest.raises(UserError, match=r"no chat template: set model\.chat_template"):
+        prepare([ROWS["messages"]], base, DataOptions())
+
+
+def test_the_assistants_turns_of_a_prompt_are_not_learned() -> None:
+    shot = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    row = {"prompt": shot, "completion": [{"role": "assistant", "content": "d"}]}
+    assert trained_text(prepare([row], TOKENIZER, DataOptions())) == "d<|im_end|>"
+    assert trained_text(prepare([row], TOKENIZER, DataOptions(train_on="assistant"))) == "b<|im_end|>d<|im_end|>"
+    with pytest.raises(UserError, match="no assistant turn to learn"):
+        prepare([{"prompt": shot, "completion": shot[:1]}], TOKENIZER, DataOptions())
+
+
+def test_messages_as_servers_and_arrow_give_them(tmp_path: Path) -> None:
+    """Arguments as JSON text, nulls in place of missing keys (Arrow), turns with weight 0: the samples are the same."""
+    function = {"name": "f", "arguments": {"x": 1}}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "content": "r"},
+        {"role": "assistant", "content": "skip me", "train": False},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ]
+    tokenizer = t.byte_level(t.TOOLS)
+    expected = prepare([{"messages": turns}], tokenizer, DataOptions())
+    assert trained_text(expected) == '<call>f {"x": 1}</call><|im_end|>d<|im_end|>'
+    served = [dict(turn) for turn in turns]
+    text = {"name": "f", "arguments": '{"x": 1}'}
+    served[1] = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": text}]}
+    served[3] = {"role": "assistant", "content": "skip me", "weight": 0}
+    arrow = tmp_path / "rows.parquet"
+    parquet.write_table(pa.Table.from_pylist([{"messages": turns}]), arrow)
+    for rows in ([{"messages": served}], arrow):
+        data = prepare(rows, tokenizer, DataOptions())
+        assert all(np.array_equal(data[0][key], expected[0][key]) for key in ("input_ids", "labels"))
+
+
+def test_padding_of_given_tokens_is_taken_out() -> None:
+    row = {"input_ids": [9, 9, 1, 2], "labels": [-100, -100, -100, 2], "attention_mask": [0, 0, 1, 1]}
+    data = prepare([row], TOKENIZER, DataOptions())
+    assert (data[0]["input_ids"].tolist(), data[0]["labels"].tolist()) == ([1, 2], [-100, 2])
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the shared data is not here")

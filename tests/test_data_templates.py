@@ -6,7 +6,7 @@ import pytest
 import templates as t
 
 from twofold.config.schema import DataOptions
-from twofold.data.encode import EOS_ADDED, Sample, encode
+from twofold.data.encode import ANSWER_CHANGED, EOS_ADDED, SHARED_TOKEN, TOOLS_UNUSED, Sample, encode
 from twofold.data.formats import Example, RowError
 from twofold.data.template import end_of_turn
 from twofold.errors import UserError
@@ -172,6 +172,129 @@ def test_tool_calls_are_trained_or_refused() -> None:
         run(CHATML, messages)
 
 
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+
+
+def called(first: str = "") -> list[dict[str, Any]]:
+    return [
+        {"role": U, "content": "Weather?"},
+        {"role": A, "content": first, "tool_calls": [CALL]},
+        {"role": "tool", "content": "rain"},
+        {"role": A, "content": "It rains."},
+        {"role": U, "content": "Thanks"},
+        {"role": A, "content": "Welcome."},
+    ]
+
+
+def test_markers_that_hold_more_or_less_than_the_turn() -> None:
+    """Neither the new line behind the end, nor the next header, nor one more end is trained."""
+    wide = t.byte_level(t.MARKED_WIDELY, eos="<|endoftext|>")
+    sample = encode(Example(messages=TWO), wide, DataOptions())
+    assert trained(sample, wide) == ["Hello!<|im_end|>", "Bye.<|im_end|>"]
+    assert sample.notes == []
+    literal = chat((U, "x"), (A, "I say <|im_end|>"), (U, "y"), (A, "<|im_end|>"))
+    for tokenizer in (wide, MARKED):
+        assert run(tokenizer, literal) == ["I say <|im_end|><|im_end|>", "<|im_end|><|im_end|>"]
+
+
+def test_one_more_token_behind_the_last_turn() -> None:
+    phi = t.byte_level(t.PHI3, eos="<|endoftext|>")
+    assert run(phi, TWO) == ["Hello!<|im_end|>", "Bye.<|im_end|>"]
+    assert run(phi, TWO, "all")[0].endswith("Bye.<|im_end|>\n<|endoftext|>")
+
+
+def test_inference_that_begins_with_an_opened_thought() -> None:
+    """What inference gives the model is not trained; an earlier turn, without its thought, is found all the same."""
+    tokenizer = t.byte_level(t.THINKING)
+    thought = chat((U, "Hi"), (A, "<think>\nhm\n</think>\n\nHello!"), (U, "And?"), (A, "<think>\nok\n</think>\n\nBye."))
+    assert run(tokenizer, thought) == ["Hello!<|im_end|>", "ok\n</think>\n\nBye.<|im_end|>"]
+    # The empty thought of an answer without one: its second new line was not in the prompt.
+    assert run(tokenizer, TWO) == ["Hello!<|im_end|>", "\n</think>\n\nBye.<|im_end|>"]
+    letters = chat((U, "Hi"), (A, "<thanks> & <think"), (U, "And?"), (A, "Bye."))
+    assert run(tokenizer, letters)[0] == "<thanks> & <think<|im_end|>"
+    expected = ["<call>weather</call><|im_end|>", "It rains.<|im_end|>", "\n</think>\n\nWelcome.<|im_end|>"]
+    assert run(tokenizer, called()) == expected
+    deep = called("<think>\na\n</think>\n\n")
+    deep[3] = {"role": A, "content": "<think>\nb\n</think>\n\nIt rains."}
+    assert run(tokenizer, deep) == expected
+
+
+def test_a_last_turn_that_ends_otherwise() -> None:
+    tokenizer = t.byte_level(t.TWO_ENDS, eos="<|return|>")
+    assert run(tokenizer, TWO) == [":final:Hello!<|im_end|>", ":final:Bye.<|return|>"]
+
+
+def test_what_a_tool_answers_is_never_trained() -> None:
+    """A template that writes the answer of a tool into the turn that called it: refused, or left out."""
+    tokenizer = t.byte_level(t.ANSWER_IN_TURN)
+    assert "rain" in tokenizer.apply_chat_template(called("I look."), tokenize=False)
+    with pytest.raises(RowError, match="does not show where assistant turn 1 lies"):
+        run(tokenizer, called("I look."))
+
+
+def test_arguments_of_calls_as_text_or_object() -> None:
+    messages = called()[:4]
+    for template in (t.TEXT_ARGUMENTS, t.TOOLS):
+        shown = run(t.byte_level(template), messages)[0]
+        assert '{"city": "Oslo"}</call><|im_end|>' in shown
+    broken = t.byte_level("{{ messages[0]['content'] + 1 }}")
+    with pytest.raises(RowError, match="the chat template cannot render it"):
+        run(broken, TWO)
+
+
+def test_turns_that_are_left_out() -> None:
+    messages = [dict(m) for m in TWO]
+    messages[1]["train"] = False
+    for tokenizer in (CHATML, MARKED):
+        assert run(tokenizer, messages) == ["Bye.<|im_end|>"]
+        example = Example(messages=TWO, learn_from=2)
+        assert trained(encode(example, tokenizer, DataOptions()), tokenizer) == ["Bye.<|im_end|>"]
+        every = encode(example, tokenizer, DataOptions(train_on="assistant"))
+        assert trained(every, tokenizer) == ["Hello!<|im_end|>", "Bye.<|im_end|>"]
+    with pytest.raises(RowError, match="every label is masked"):
+        run(CHATML, [*TWO[:3], {**TWO[3], "train": False}], "last")
+
+
+def test_what_a_template_leaves_out_is_said() -> None:
+    dropped = t.byte_level(t.CHATML.replace("m['content'] +", "m['content'].split('</think>')[-1] +"))
+    sample = encode(Example(messages=chat((U, "a"), (A, "<think>b</think>c"))), dropped, DataOptions())
+    assert sample.notes == [ANSWER_CHANGED]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    assert encode(Example(messages=TWO, tools=tools), CHATML, DataOptions()).notes == [TOOLS_UNUSED]
+    assert encode(Example(messages=TWO), CHATML, DataOptions()).notes == []
+
+
+def test_a_template_for_chats_and_another_for_tools() -> None:
+    tokenizer = t.byte_level(t.CHATML)
+    tokenizer.chat_template = {"default": t.CHATML, "tool_use": t.MARKED}
+    assert run(tokenizer, TWO) == ["Hello!<|im_end|>", "Bye.<|im_end|>"]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    sample = encode(Example(messages=TWO, tools=tools), tokenizer, DataOptions())
+    assert trained(sample, tokenizer) == ["Hello!<|im_end|>", "Bye.<|im_end|>"]
+
+
+def test_a_token_over_prompt_and_completion_is_said() -> None:
+    tokenizer = t.sentencepiece_like(None, "mistral", "<s>", "</s>")  # it joins ▁ and a letter
+    spaced = encode(Example(prompt="x ", completion="y"), tokenizer, DataOptions())
+    assert (trained(spaced, tokenizer), spaced.notes) == ([" y</s>"], [])
+    tokenizer.add_tokens(["xy"])
+    joined = encode(Example(prompt="a x", completion="y"), tokenizer, DataOptions())
+    assert (trained(joined, tokenizer), joined.notes) == (["</s>"], [SHARED_TOKEN])
+
+
+@pytest.mark.parametrize(
+    ("example", "train_on", "why"),
+    [
+        (Example(text="a text"), "assistant", "plain texts have no assistant turns"),
+        (Example(text="a text"), "last", "plain texts have no assistant turns"),
+        (Example(input_ids=[5, 6], labels=[5, 6]), "all", "bring their own labels"),
+    ],
+)
+def test_a_choice_that_rows_do_not_have_is_refused(example: Example, train_on: str, why: str) -> None:
+    with pytest.raises(UserError, match=rf"data\.train_on={train_on}: .*{why}\. Leave it at auto"):
+        encode(example, CHATML, DataOptions(train_on=train_on))
+
+
 def test_texts_and_completions() -> None:
     options = DataOptions()
     sample = encode(Example(prompt="2 + 2 =", completion=" 4"), CHATML, options)
@@ -190,6 +313,8 @@ def test_texts_and_completions() -> None:
         (Example(input_ids=[5, 6], labels=[5, -100]), {}, "every label is masked"),  # the first is never a target
         (Example(input_ids=[5], labels=[5]), {}, "fewer than two tokens"),
         (Example(input_ids=[5, 6], labels=[-1, 6]), {}, "only a label may be -100"),
+        (Example(input_ids=[5, 6, 7], labels=[6, 7, -100]), {}, r"label 1 is 6 and token 1 is 5: .*not shifted"),
+        (Example(input_ids=[5, 999999], labels=[-100, 999999]), {}, "token 999999 is none of the tokenizer's"),
         (Example(prompt="x" * 50, completion="y"), {"max_length": 20}, "max_length=20 cuts all of its trained tokens"),
         (
             Example(text="x" * 50),

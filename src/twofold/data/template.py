@@ -253,5 +253,8 @@ def _marked(message: dict[str, Any], first: int) -> dict[str, Any]:
     lead, trail = content[:at], content[at + len(core) :]
     opening, later, closing = (chr(_FIRST_MARK + first + kind) for kind in (_OPEN, _OPEN_LATER, _CLOSE))
     if thinking := list(_THINKING_END.finditer(core)):
-        core = core[: thinking[-1].end()] + later + core[thinking[-1].end() :]
+        cut = thinking[-1].end()
+        if cut == len(core):  # nothing but a thought: marks behind it would keep white space from being stripped
+            return message
+        core = core[:cut] + later + core[cut:]
     return {**message, "content": f"{lead}{opening}{core}{closing}{trail}"}
