@@ -71,7 +71,8 @@ class Losses(Callback):
         self.warnings.append(text)
 
 
-DEFAULTS = {"global_batch_size": 4, "max_steps": 10, "lr": 5e-3, "logging_steps": 1, "progress": "off"}
+# A large eps: where a gradient is zero but for rounding (keys' biases, idle tokens), AdamW would step by its sign.
+DEFAULTS = {"global_batch_size": 4, "max_steps": 10, "lr": 5e-3, "eps": 1e-3, "logging_steps": 1, "progress": "off"}
 
 
 def fit(base: Path, folder: Path, name: str, evaluate: bool = False, **more: Any) -> Any:
@@ -92,7 +93,7 @@ def expected_losses(base: Path, steps: int) -> tuple[list[float], dict[str, np.n
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
     order = Order(11, 4, seed=42)
     batches = [[data[i] for i in order.step(k)] for k in range(steps)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, eps=1e-3, weight_decay=0.0)
     losses = reference.train(model, batches, optimizer, lambda k: 5e-3 * (1 - k / steps), 1.0)
     return losses, reference.parameters(model)
 
@@ -140,7 +141,7 @@ def test_a_checkpoint_of_an_adapter_holds_no_frozen_weight(family: str) -> None:
 def test_lora_learns_the_same_on_two_ranks(base: Path, tmp_path: Path) -> None:
     settings = {"args": {"adapter": {"r": 4}}, "evaluate": True, "eval_steps": 10, "lr": 0.05, "max_steps": 20}
     one = fit(base, tmp_path, "one", **settings)
-    assert one[0][-1] < 0.98 * one[0][0]  # the head of a random model is frozen: it cannot learn much
+    assert one[0][-1] < 0.995 * one[0][0]  # the head of a random model is frozen: it cannot learn much
     for two in run_ranks(2, lambda: fit(base, tmp_path, "two", devices=2, **settings)):
         np.testing.assert_allclose(two[0], one[0], rtol=1e-5)
         np.testing.assert_allclose(two[1], one[1], rtol=1e-5)
