@@ -139,9 +139,16 @@ def test_a_checkpoint_of_an_adapter_holds_no_frozen_weight(family: str) -> None:
 
 
 def test_lora_learns_the_same_on_two_ranks(base: Path, tmp_path: Path) -> None:
-    settings = {"args": {"adapter": {"r": 4}}, "evaluate": True, "eval_steps": 10, "lr": 0.05, "max_steps": 20}
+    settings = {
+        "args": {"adapter": {"r": 4}},
+        "evaluate": True,
+        "eval_steps": 10,
+        "lr": 0.01,
+        "eps": 1e-4,
+        "max_steps": 20,
+    }
     one = fit(base, tmp_path, "one", **settings)
-    assert one[0][-1] < 0.995 * one[0][0]  # the head of a random model is frozen: it cannot learn much
+    assert one[0][-1] < one[0][0] - 0.03  # the head of a random model is frozen: it cannot learn much
     for two in run_ranks(2, lambda: fit(base, tmp_path, "two", devices=2, **settings)):
         np.testing.assert_allclose(two[0], one[0], rtol=1e-5)
         np.testing.assert_allclose(two[1], one[1], rtol=1e-5)
