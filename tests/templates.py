@@ -81,6 +81,18 @@ ANSWER_IN_TURN = (
     "{% endif %}{% endfor %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# What a tool answers stands within the turn that follows, and inference does not give it.
+ANSWER_IN_NEXT_TURN = (
+    "{% for m in messages %}{% if m['role'] != 'tool' %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if loop.previtem is defined and loop.previtem['role'] == 'tool' %}{{ loop.previtem['content'] }}{% endif %}"
+    "{{ m['content'] }}{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + '</call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# What it writes depends on the letters of a content, so marks would change it; and nothing is a prefix of it.
+COUNTING = (
+    "{{ messages | length }}{% for m in messages %}{{ m['content'] | length }}{{ m['role'] + m['content'] + '<|im_end|>' }}"
+    "{% endfor %}"
+)
 # DeepSeek V3: adds the arguments of a call to a text, so they must be text.
 TEXT_ARGUMENTS = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}{% for c in m.tool_calls or [] %}"
@@ -101,7 +113,8 @@ TOOLS = (
 )
 
 SPECIAL = {
-    "chatml": ["<|im_start|>", "<|im_end|>", "<|return|>", "<|endoftext|>"],
+    "chatml": ["<|im_start|>", "<|im_end|>"],
+    "chatml, more ends": ["<|im_start|>", "<|im_end|>", "<|return|>", "<|endoftext|>"],
     "llama3": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "mistral": ["<s>", "</s>", "[INST]", "[/INST]"],
     "gemma": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],

@@ -196,10 +196,10 @@ def test_the_assistants_turns_of_a_prompt_are_not_learned() -> None:
 
 def test_messages_as_servers_and_arrow_give_them(tmp_path: Path) -> None:
     """Arguments as JSON text, nulls in place of missing keys (Arrow), turns with weight 0: the samples are the same."""
-    function = {"name": "f", "arguments": {"x": 1}}
+    calls = [{"type": "function", "function": {"name": n, "arguments": {a: 1}}} for n, a in (("fx", "x"), ("gy", "y"))]
     turns: list[dict[str, Any]] = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "content": "r"},
         {"role": "assistant", "content": "skip me", "train": False},
         {"role": "user", "content": "c"},
@@ -207,10 +207,10 @@ def test_messages_as_servers_and_arrow_give_them(tmp_path: Path) -> None:
     ]
     tokenizer = t.byte_level(t.TOOLS)
     expected = prepare([{"messages": turns}], tokenizer, DataOptions())
-    assert trained_text(expected) == '<call>f {"x": 1}</call><|im_end|>d<|im_end|>'
+    assert trained_text(expected) == '<call>fx {"x": 1}</call><call>gy {"y": 1}</call><|im_end|>d<|im_end|>'
     served = [dict(turn) for turn in turns]
-    text = {"name": "f", "arguments": '{"x": 1}'}
-    served[1] = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": text}]}
+    text = [{"name": "fx", "arguments": '{"x": 1}'}, {"name": "gy", "arguments": '{"y": 1}'}]
+    served[1] = {"role": "assistant", "content": None, "tool_calls": [{"function": one} for one in text]}
     served[3] = {"role": "assistant", "content": "skip me", "weight": 0}
     arrow = tmp_path / "rows.parquet"
     parquet.write_table(pa.Table.from_pylist([{"messages": turns}]), arrow)

@@ -188,7 +188,7 @@ def called(first: str = "") -> list[dict[str, Any]]:
 
 def test_markers_that_hold_more_or_less_than_the_turn() -> None:
     """Neither the new line behind the end, nor the next header, nor one more end is trained."""
-    wide = t.byte_level(t.MARKED_WIDELY, eos="<|endoftext|>")
+    wide = t.byte_level(t.MARKED_WIDELY, "chatml, more ends", eos="<|endoftext|>")
     sample = encode(Example(messages=TWO), wide, DataOptions())
     assert trained(sample, wide) == ["Hello!<|im_end|>", "Bye.<|im_end|>"]
     assert sample.notes == []
@@ -198,7 +198,7 @@ def test_markers_that_hold_more_or_less_than_the_turn() -> None:
 
 
 def test_one_more_token_behind_the_last_turn() -> None:
-    phi = t.byte_level(t.PHI3, eos="<|endoftext|>")
+    phi = t.byte_level(t.PHI3, "chatml, more ends", eos="<|endoftext|>")
     assert run(phi, TWO) == ["Hello!<|im_end|>", "Bye.<|im_end|>"]
     assert run(phi, TWO, "all")[0].endswith("Bye.<|im_end|>\n<|endoftext|>")
 
@@ -214,22 +214,30 @@ def test_inference_that_begins_with_an_opened_thought() -> None:
     assert run(tokenizer, letters)[0] == "<thanks> & <think<|im_end|>"
     expected = ["<call>weather</call><|im_end|>", "It rains.<|im_end|>", "\n</think>\n\nWelcome.<|im_end|>"]
     assert run(tokenizer, called()) == expected
+    said = run(tokenizer, called("I look."))  # the end of its content is not the end of this turn
+    assert said == ["I look.<call>weather</call><|im_end|>", *expected[1:]]
     deep = called("<think>\na\n</think>\n\n")
     deep[3] = {"role": A, "content": "<think>\nb\n</think>\n\nIt rains."}
     assert run(tokenizer, deep) == expected
 
 
 def test_a_last_turn_that_ends_otherwise() -> None:
-    tokenizer = t.byte_level(t.TWO_ENDS, eos="<|return|>")
+    tokenizer = t.byte_level(t.TWO_ENDS, "chatml, more ends", eos="<|return|>")
     assert run(tokenizer, TWO) == [":final:Hello!<|im_end|>", ":final:Bye.<|return|>"]
 
 
-def test_what_a_tool_answers_is_never_trained() -> None:
-    """A template that writes the answer of a tool into the turn that called it: refused, or left out."""
-    tokenizer = t.byte_level(t.ANSWER_IN_TURN)
+@pytest.mark.parametrize("template", [t.ANSWER_IN_TURN, t.ANSWER_IN_NEXT_TURN])
+def test_what_a_tool_answers_is_never_trained(template: str) -> None:
+    """A template that writes the answer of a tool into an assistant's turn is refused."""
+    tokenizer = t.byte_level(template)
     assert "rain" in tokenizer.apply_chat_template(called("I look."), tokenize=False)
-    with pytest.raises(RowError, match="does not show where assistant turn 1 lies"):
+    with pytest.raises(RowError, match=r"does not show where assistant turn . lies"):
         run(tokenizer, called("I look."))
+
+
+def test_marks_that_change_what_a_template_writes_are_not_believed() -> None:
+    with pytest.raises(RowError, match=r"does not show where assistant turn 1 lies"):
+        run(t.byte_level(t.COUNTING), chat((U, "8 places"), (A, "8 places"), (U, "8 places"), (A, "8 places")))
 
 
 def test_arguments_of_calls_as_text_or_object() -> None:

@@ -10,7 +10,8 @@ Nothing is found by looking for text that a user could have written. The templat
    absent from every message, around each content. If taking them out again gives the very same rendering, their
    places are the contents' places.
 
-A turn that neither can locate is refused. What is trained includes the token that ends the turn.
+A turn that neither can locate is refused, and so is one in which the marks show another message's content. What is
+trained includes the token that ends the turn.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ def assistant_spans(tokenizer: Any, messages: Messages, tools: Any = None) -> tu
     for i in (i for i, m in enumerate(messages) if m["role"] == "assistant"):
         start = _start(chat, i)
         end = None if start is None else _end(chat, i, start)
-        if start is None or end is None or start > end or (spans and start < spans[-1][1]):
+        floor = spans[-1][1] if spans else 0
+        if start is None or end is None or not floor <= start <= end or _others(chat, i, start, end):
             raise RowError(
                 f"the chat template does not show where assistant turn {len(spans) + 1} lies. Put {{% generation %}} "
                 f"markers into it (model.chat_template), or set data.train_on=all"
@@ -171,6 +173,11 @@ class _Chat:
         return _marks(self, every) or _marks(self, answers)
 
 
+def _others(chat: _Chat, i: int, start: int, end: int) -> bool:
+    """Whether another message's content lies in turn i: some templates write there what a tool has answered."""
+    return any(start < at < end for mark, at in chat.marks.items() if mark // 3 != i)
+
+
 def _start(chat: _Chat, i: int) -> int | None:
     """Where turn i begins in the whole: after what inference gives the model before it speaks."""
     asked, before = chat.until(i, generation=True), chat.until(i)
@@ -198,13 +205,6 @@ def _end(chat: _Chat, i: int, start: int) -> int | None:
     done = chat.until(i + 1)
     if done is not None and chat.full.startswith(done):
         return len(done)
-    end = _end_by_marks(chat, i, start)
-    others = [at for mark, at in chat.marks.items() if mark // 3 != i]
-    # Some templates write what a tool answers into the turn that called it: that is not the assistant's.
-    return None if end is None or any(start < at < end for at in others) else end
-
-
-def _end_by_marks(chat: _Chat, i: int, start: int) -> int | None:
     own, following = chat.marks.get(3 * i + _CLOSE), chat.marks.get(3 * (i + 1) + _OPEN)
     how = ends(chat.tokenizer)
     if own is not None and not chat.messages[i].get("tool_calls"):  # calls would come after the content
