@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from twofold.data.encode import prompt_tokens
 from twofold.data.template import end_of_turn, render
 from twofold.errors import UserError
 from twofold.models import attention
@@ -121,6 +122,6 @@ def generate_texts(
 
 def _encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
     if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
+        return prompt_tokens(tokenizer, prompt)
     text = render(tokenizer, prompt, generation=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
