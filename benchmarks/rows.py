@@ -18,7 +18,7 @@ from measure import quick
 
 ROWS = 96
 BATCH = 8
-EPOCHS = 1
+EPOCHS = 2
 VOCABULARY = 49_152
 TICKETS = Path(__file__).resolve().parent.parent / "examples" / "tickets" / "train.jsonl"
 

@@ -5,7 +5,7 @@ weights from a seed, all trained; `smollm2`, the real SmolLM2-135M-Instruct with
 Rows (rows.py): `half`, lengths 20 to 400 and 40 % of the tokens labelled; `all`, the same with every token labelled;
 `tickets`, the rows of `examples/tickets` as they are.
 
-Every side: the same rows, tokenised beforehand, in file order, 8 a step, one epoch, fp32, fused AdamW, constant
+Every side: the same rows, tokenised beforehand, in file order, 8 a step, two epochs, fp32, fused AdamW, constant
 learning rate, no weight decay, clipping at 1, the loss logged at each step, nothing saved while it runs. Counted are
 real tokens (padding is nobody's work) of the steps after the first.
 TRL's sides differ in its settings alone: `trl_default` as its documentation starts (activation checkpointing, padded

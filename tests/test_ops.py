@@ -89,7 +89,7 @@ def test_linear_logps(keep: int, with_bias: bool, frozen: bool, monkeypatch: pyt
     targets = torch.randint(53, (70,), generator=generator)
     up = torch.randn(2, 70, **new)
     leaves = [x for x in (hidden, weight, bias) if x is not None and x.requires_grad]
-    logp, mean = logps.linear_logps(hidden, targets, weight, bias)
+    logp, mean = logps.linear_logps(hidden, targets, weight, bias, with_mean=True)
     everything = F.log_softmax(F.linear(hidden, weight, bias), -1)
     expected = everything.gather(1, targets[:, None])[:, 0], everything.mean(-1)
     torch.testing.assert_close((logp, mean), expected)
@@ -110,7 +110,7 @@ def test_any_other_head_gives_the_same() -> None:
     def head(h: torch.Tensor) -> torch.Tensor:
         return 3 * torch.tanh(h @ weight.T / 3)
 
-    logp, mean = logps.chunked_logps(hidden.float(), targets, lambda h: head(h.double()))
+    logp, mean = logps.chunked_logps(hidden.float(), targets, lambda h: head(h.double()), with_mean=True)
     everything = F.log_softmax(head(hidden.float().double()), -1)
     torch.testing.assert_close(logp.double(), everything.gather(1, targets[:, None])[:, 0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mean.double(), everything.mean(-1), rtol=1e-5, atol=1e-5)

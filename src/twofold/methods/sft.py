@@ -63,7 +63,8 @@ class SFT(Task):
         return packed(samples) if self.model.packed else padded(samples, self.pad)
 
     def inputs(self, batch: Any) -> dict[str, Any]:
-        return {key: batch[key] for key in _MODEL_INPUTS if key in batch}
+        inputs = {key: batch[key] for key in _MODEL_INPUTS if key in batch}
+        return inputs | {"with_mean": self.label_smoothing > 0}
 
     def loss(self, output: Any, batch: Any) -> Loss:
         logp, mean = output
@@ -202,7 +203,7 @@ def _as_config(args: SFTConfig | dict[str, Any] | None) -> SFTConfig:
 def build_model(model: Any, args: SFTConfig, seed: int, tokenizer: Any, name: str) -> CausalLM:
     """A Hugging Face model with its adapter (initialised by `seed`, alike on every rank), ready for `SFT`."""
     from twofold.engine.source import seed_everything
-    from twofold.models.causal_lm import CausalLM, examine
+    from twofold.models.causal_lm import CausalLM, NotCausalLM, examine
     from twofold.models.lora import add_lora
 
     rows = model.get_input_embeddings().weight.shape[0]
@@ -212,7 +213,7 @@ def build_model(model: Any, args: SFTConfig, seed: int, tokenizer: Any, name: st
         )
     try:
         abilities = examine(model)
-    except TypeError as error:
+    except NotCausalLM as error:
         raise UserError(f"model.path: {error}.") from None
     seed_everything(seed)
     if args.adapter is not None:

@@ -45,6 +45,10 @@ def decoder(model: Any) -> Any:
     return getattr(model, decoder_name(model))
 
 
+class NotCausalLM(TypeError):
+    """A model that gives no next-token logits from hidden states, in words."""
+
+
 class CausalLM(nn.Module):
     """model: a Hugging Face causal model or a PEFT model around one; packed: samples come without padding."""
 
@@ -56,20 +60,22 @@ class CausalLM(nn.Module):
         if self.packed:
             bare(model).set_attn_implementation(attention.NAME)
 
-    def forward(self, input_ids: Tensor, predict_at: Tensor, targets: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, input_ids: Tensor, predict_at: Tensor, targets: Tensor, with_mean: bool = False, **inputs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of `targets`.
 
         input_ids: [rows, tokens]; predict_at: [n] flat positions (row * tokens + position) whose next token is
         a target; targets: [n] token ids; inputs: what else the decoder takes (position_ids, attention_mask,
-        sample_lengths). Returns (logp, mean), fp32 [n] each: see `twofold.ops.logps.linear_logps`.
+        sample_lengths). Returns (logp, mean or None), fp32 [n] each: see `twofold.ops.logps.linear_logps`.
         """
         model = bare(self.hf)
         hidden = decoder(model)(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
         hidden = hidden.flatten(0, 1).index_select(0, predict_at)
         head = model.get_output_embeddings()
         if self.abilities.plain_head and type(head) is nn.Linear:
-            return linear_logps(hidden, targets, head.weight, head.bias)
-        return chunked_logps(hidden, targets, lambda h: head_logits(model, h))
+            return linear_logps(hidden, targets, head.weight, head.bias, with_mean)
+        return chunked_logps(hidden, targets, lambda h: head_logits(model, h), with_mean)
 
 
 class _Output:
@@ -119,11 +125,11 @@ def head_logits(model: Any, hidden: Tensor) -> Tensor:
 def examine(model: nn.Module) -> Abilities:
     """Tries the model on two short samples, alone and concatenated. Costs two forward passes of ten tokens.
 
-    Raises TypeError if it is no causal language model.
+    Raises NotCausalLM if it is no causal language model.
     """
     hf = bare(model)
     if hf.get_output_embeddings() is None or not hasattr(hf, decoder_name(hf)):
-        raise TypeError(f"{type(hf).__name__} has no output head over a vocabulary: it is no causal language model")
+        raise NotCausalLM(f"{type(hf).__name__} has no output head over a vocabulary: it is no causal language model")
     was_training = model.training
     model.eval()
     try:
@@ -141,7 +147,7 @@ def _examine(hf: Any) -> Abilities:
     logits = hf(input_ids=ids, use_cache=False).logits[0]
     head = hf.get_output_embeddings()
     if not _close(head_logits(hf, alone[0]), logits):
-        raise TypeError(
+        raise NotCausalLM(
             f"{type(hf).__name__} does more between its decoder and its logits than a head can be asked for"
         )
     large = 1000 * alone[0]  # soft-capping shows only where logits are large
