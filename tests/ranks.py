@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -36,8 +37,8 @@ class RankFailed(AssertionError):
         self.rank = rank
 
 
-def run_ranks(n: int, fn: Callable[..., Any], *args: Any, deadline: float = 120.0) -> list[Any]:
-    """Runs fn(*args) on `n` ranks and returns their results by rank. Results are pickled; tensors by value.
+def run_ranks(n: int, fn: Callable[..., Any], *args: Any, deadline: float = 120.0, **options: Any) -> list[Any]:
+    """Runs fn(*args, **options) on `n` ranks and returns their results by rank. Results are pickled; tensors by value.
 
     Raises RankFailed for the first rank whose failure is not just a lost connection, and TimeoutError after
     `deadline` seconds. In any case no child is left.
@@ -50,7 +51,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, deadline: float = 120.
     try:
         for rank in range(n):
             reader, writer = context.Pipe(duplex=False)
-            child = context.Process(target=_child, args=(rank, n, port, writer, fn, args))
+            child = context.Process(target=_child, args=(rank, n, port, writer, partial(fn, *args, **options)))
             child.start()
             writer.close()  # so that the reader sees the end when the child dies
             children.append(child)
@@ -111,7 +112,7 @@ def _fail(rank: int, n: int, text: str, error: bytes | None) -> None:
     raise RankFailed(rank, n, text) from cause
 
 
-def _child(rank: int, n: int, port: int, writer: Connection, fn: Callable[..., Any], args: tuple) -> None:
+def _child(rank: int, n: int, port: int, writer: Connection, fn: Callable[[], Any]) -> None:
     for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "TWOFOLD_"))]:
         del os.environ[name]
     os.environ.update(
@@ -120,7 +121,7 @@ def _child(rank: int, n: int, port: int, writer: Connection, fn: Callable[..., A
     )  # fmt: skip
     torch.set_num_threads(1)
     try:
-        answer = ("result", pickle.dumps(fn(*args)), None)
+        answer = ("result", pickle.dumps(fn()), None)
     except BaseException as error:
         kind = "victim" if looks_like_lost_connection(error) else "error"
         answer = (kind, traceback.format_exc(), _pickled(error))

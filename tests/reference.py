@@ -14,16 +14,24 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCABULARY = 97
+_LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+_MOE = _LLAMA | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "qwen2": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
+    "llama": _LLAMA,
+    "qwen2": _LLAMA | {"tie_word_embeddings": True},
     "gpt2": {"n_embd": 32, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+"""The three shapes that the first laws are tested on."""
+FAMILIES: dict[str, dict[str, Any]] = SHAPES | {
+    "mistral": _LLAMA | {"sliding_window": 5},
+    "qwen3": _LLAMA | {"head_dim": 8, "tie_word_embeddings": True},
+    "qwen3_moe": _MOE | {"num_experts": 4, "decoder_sparse_step": 1},
+    "mixtral": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": _LLAMA | {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8},
+    "gemma3_text": _LLAMA | {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8},
+    "phi3": _LLAMA,
+    "olmo2": _LLAMA,
+    "gpt_neox": {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4},
 }
 
 
@@ -32,7 +40,7 @@ def tiny_model(family: str = "llama", layers: int = 2, **changes: Any) -> Any:
     depth = {"n_layer": layers} if family == "gpt2" else {"num_hidden_layers": layers}
     # No token of the data may be the padding: nn.Embedding(padding_idx) gives it no gradient.
     shape = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-    config = AutoConfig.for_model(family, **(shape | SHAPES[family] | depth | changes))
+    config = AutoConfig.for_model(family, **(shape | FAMILIES[family] | depth | changes))
     torch.manual_seed(7)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 

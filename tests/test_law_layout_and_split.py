@@ -20,7 +20,7 @@ from twofold.engine.step import TrainStep
 from twofold.mesh.mesh import Mesh
 from twofold.methods.sft import SFT
 from twofold.models.causal_lm import CausalLM, examine
-from twofold.parallel.data import Replicated
+from twofold.parallel.place import place
 from twofold.task import Loss, Task
 
 SAMPLES = reference.tiny_samples(11, seed=3)
@@ -45,7 +45,7 @@ def make_step(
     lengths = [len(s["input_ids"]) for s in data] if "input_ids" in data[0] else None
     order = Order(len(data), batch, seed=5)
     feed = Feed(data, lengths, task.collate, order, cut, mesh.rank, mesh.world_size)
-    return TrainStep(task, Replicated(task.model, mesh), optimizer, mesh, nullcontext, lambda b: b, clip), feed
+    return TrainStep(task, place(task.model, mesh), optimizer, mesh, nullcontext, lambda b: b, clip), feed
 
 
 class KeepGradients(torch.optim.SGD):

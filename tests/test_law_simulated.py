@@ -18,7 +18,7 @@ from twofold.engine.step import MicroBatch, TrainStep
 from twofold.mesh.mesh import Mesh
 from twofold.methods.sft import SFT
 from twofold.models.causal_lm import Abilities, CausalLM
-from twofold.parallel.data import Replicated
+from twofold.parallel.placed import Placed
 
 
 def simulate(world_size: int, frozen_head: bool) -> list[str]:
@@ -35,7 +35,7 @@ def simulate(world_size: int, frozen_head: bool) -> list[str]:
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
         mesh = Mesh(0, world_size, 0, torch.device("cpu"))
-        layout = Replicated(task.model, Mesh(0, 1, 0, torch.device("cpu")))
+        layout = Placed(task.model, task.model)
         step = TrainStep(task, layout, optimizer, mesh, nullcontext, lambda b: b, 1.0)
         fake = [{k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in b.items()} for b in batches]
         for _ in range(2):

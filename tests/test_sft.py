@@ -276,7 +276,7 @@ def test_faults_of_the_user_are_one_line_and_exit_2_before_workers_start(base: P
         (("train.lrr=1",), "'train.lrr=1': train.lrr: unknown key. Did you mean 'lr'?"),
         (("data.train=trian.jsonl",), "there is no file trian.jsonl in this folder. Did you mean 'train.jsonl'?"),
         (("data.max_length=12",), "row 1: data.max_length=12 cuts all of its trained tokens away"),
-        (("run.strategy=fsdp",), "strategy 'fsdp' is not in this version yet"),
+        (("run.strategy=pp",), "'pp' is not in this version yet"),
         (("model.path=./nowhere",), "model.path: ./nowhere is no model folder"),
         (("run.folder=train.jsonl",), "cannot write the run folder train.jsonl/first: "),
         (("run.accelerator=gpu",), "accelerator"),

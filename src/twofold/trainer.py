@@ -16,7 +16,7 @@ from twofold.mesh.launch import ensure_workers, is_worker
 from twofold.monitor.callback import Callback
 from twofold.monitor.run_folder import RunFolder, default_name
 from twofold.monitor.status import close_status
-from twofold.parallel import Parallel, parse
+from twofold.parallel import DATA_AXES, Parallel, parse
 from twofold.task import Task
 
 if TYPE_CHECKING:
@@ -33,16 +33,16 @@ _OWN_ARGUMENTS = ("callbacks", "config_text")
 @dataclass(frozen=True)
 class Extras:
     """What a method adds to a run: how micro-batches are cut, the start table's rows, evaluation samples
-    (count -> samples), what writes the export (folder -> lines that say how to use it), what a resumed run must
-    share with the saved one, what the user should be told, loader processes, and whether the model keeps the dtypes
-    it was loaded with whatever `precision` says."""
+    (model, count -> samples), what writes the export (model, folder -> lines that say how to use it), what a resumed
+    run must share with the saved one, what the user should be told, loader processes, and whether the model keeps the
+    dtypes it was loaded with whatever `precision` says."""
 
     cut: Cut | None = None
     lengths: Sequence[int] | None = None
     eval_lengths: Sequence[int] | None = None
     info: Mapping[str, str] | None = None
-    samples: Callable[[int], list[dict[str, Any]]] | None = None
-    export: Callable[[Path], list[str]] | None = None
+    samples: Callable[[Any, int], list[dict[str, Any]]] | None = None
+    export: Callable[[Any, Path], list[str]] | None = None
     facts: Mapping[str, Any] | None = None
     warnings: Sequence[str] = ()
     workers: int = 0
@@ -53,7 +53,8 @@ class Trainer:
     """Runs a task: `Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=3).fit(task, rows)`.
 
     accelerator: auto | cpu | gpu; devices: how many, on each of num_nodes machines; strategy: auto | single |
-    ddp, or a `Parallel`; precision: 32 | bf16-mixed | bf16-true; callbacks: `Callback`s of your own;
+    ddp | zero1 | zero2 | fsdp | hsdp | tp, several as in "fsdp:2,tp:2", or a `Parallel`; precision: 32 | 16-mixed |
+    bf16-mixed | bf16-true; callbacks: `Callback`s of your own;
     config_text: what the run folder's config.yaml says (default: these settings);
     settings: any field of `TrainConfig` and `RunConfig` (lr, max_steps, global_batch_size, eval_steps, name …).
 
@@ -79,7 +80,7 @@ class Trainer:
         self.config, self.run_config = validate_kwargs((TrainConfig, RunConfig), where | settings, _OWN_ARGUMENTS)
         self.callbacks = list(callbacks)
         self.device_type, self.devices = resolve(accelerator, devices)
-        self.layout = parse(strategy, self.devices * num_nodes)
+        self.layout = parse(strategy, self.devices * num_nodes, num_nodes)
         _check_precision(precision)
         if self.run_config.resume is True and self.run_config.name is None:
             raise UserError("run.resume=true needs run.name: which run of the folder is to go on?")
@@ -122,6 +123,7 @@ class Trainer:
         extras = extras or Extras()
         with guard(self.folder.logs):
             mesh = Mesh.join(self.device_type)
+            mesh.arrange(self.layout.sizes)
             if self.device_type == "cpu":
                 keep_freed_memory()
             self.folder = RunFolder(mesh.broadcast_object(self.folder.path))
@@ -133,33 +135,42 @@ class Trainer:
         from twofold.engine.loop import Loop
         from twofold.engine.optim import build_optimizer
         from twofold.engine.precision import Precision
+        from twofold.engine.scaler import LossScale
         from twofold.engine.source import count_steps, mover, open_source, seed_everything
         from twofold.engine.step import TrainStep
-        from twofold.parallel.data import Replicated
+        from twofold.parallel.place import place
+        from twofold.parallel.whole import Whole
 
         precision = Precision.parse(self.run_config.precision)
         if not extras.keep_dtype:
             task.model.to(precision.parameter_dtype)
-        layout = Replicated(task.model, mesh)
-        optimizer = build_optimizer(task.model, self.config)
+        parts = Whole(task.model) if self.layout.splits_weights else None
+        placed = place(task.model, mesh, self.layout)
+        optimizer = build_optimizer(task.model, self.config, placed.optimizer)
+        scaler = LossScale(mesh.device) if precision.scales_loss else None
+        autocast, to_device = precision.autocast(mesh.device.type), mover(mesh.device)
+        step = TrainStep(task, placed, optimizer, mesh, autocast, to_device, self.config.max_grad_norm, scaler)
         feed = self._feed(open_source(train, task, self.config, "train"), extras.lengths, extras, mesh)
         evaluation = None
         if eval is not None:
             evaluation = self._feed(open_source(eval, task, self.config, "eval"), extras.eval_lengths, extras, mesh)
         checkpoints = Checkpoints(self.folder.checkpoints, mesh, self.config.save_total_limit)
         order = feed.order
-        facts = {"samples": order.samples, "global_batch_size": order.global_batch_size, "seed": order.seed}
-        facts |= {"shuffle": order.shuffle, **(extras.facts or {})}
-        seed_everything(self.config.seed + mesh.rank)
+        facts: dict[str, Any] = {
+            "samples": order.samples,
+            "global_batch_size": order.global_batch_size,
+            "seed": order.seed,
+        }
+        facts |= {"shuffle": order.shuffle, "layout": str(self.layout), **(extras.facts or {})}
+        seed_everything(self.config.seed + mesh.coordinate(*DATA_AXES))
         progress, resumed = Progress(), find(checkpoints.folder, self.run_config.resume)
         if resumed is not None:
-            progress = checkpoints.load(resumed, task.model, optimizer, facts)
-        autocast, to_device = precision.autocast(mesh.device.type), mover(mesh.device)
+            progress = checkpoints.load(resumed, step, facts)
         loop = Loop(
             task=task,
             train=feed,
             evaluation=evaluation,
-            step=TrainStep(task, layout, optimizer, mesh, autocast, to_device, self.config.max_grad_norm),
+            step=step,
             mesh=mesh,
             config=self.config,
             max_steps=count_steps(self.config, order),
@@ -169,6 +180,7 @@ class Trainer:
             callbacks=self._watchers(),
             autocast=autocast,
             samples=extras.samples,
+            parts=parts,
         )
         self._open_run(loop, extras)
         return loop
@@ -184,7 +196,8 @@ class Trainer:
         order = Order(len(source.data), source.global_batch_size, self.config.seed, source.shuffle)
         cut = extras.cut or Cut(self.config.micro_batch_tokens, self.config.micro_batch_size)
         pin, workers = mesh.device.type == "cuda", source.workers or extras.workers
-        return Feed(source.data, lengths, source.collate, order, cut, mesh.rank, mesh.world_size, workers, pin)
+        mine, ranks = mesh.coordinate(*DATA_AXES), mesh.size(*DATA_AXES)
+        return Feed(source.data, lengths, source.collate, order, cut, mine, ranks, workers, pin)
 
     def _watchers(self) -> list[Callback]:
         """What writes the run folder and the console, then the user's own callbacks."""
@@ -214,8 +227,8 @@ class Trainer:
             result.run_folder = self.folder.path
             following: list[str] = []
             if extras.export is not None:
-                result.export = self.folder.export
-                following = extras.export(result.export) if loop.mesh.is_zero else []
+                result.export, model = self.folder.export, loop.whole()
+                following = extras.export(model, result.export) if model is not None else []
             loop.mesh.barrier()
         except BaseException as error:
             loop.tell("on_error", error, loop.progress.step)
@@ -254,7 +267,7 @@ def _info(trainer: Trainer, loop: Loop, extras: Extras) -> dict[str, Any]:
         "model": type(model).__name__,
         "parameters": f"{_count(every)} · {_count(trained)} trainable ({100 * trained / every:.2f} %)",
         "data": f"{order.samples:,} samples",
-        "batch": f"{order.global_batch_size} samples a step over {mesh.world_size} rank(s)",
+        "batch": f"{order.global_batch_size} samples a step over {mesh.size(*DATA_AXES)} rank(s)",
         "plan": plan,
         "layout": f"{trainer.layout} on {trainer.device_type} · precision {trainer.run_config.precision}",
         "run": str(trainer.folder.path),

@@ -35,8 +35,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from twofold.engine.step import TrainStep
 from twofold.errors import UserError
 from twofold.mesh.mesh import Mesh
+from twofold.parallel.data import local_optimizer
 
 _NAME = re.compile(r"step-(\d{8,})")
 _MODEL = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -67,14 +69,7 @@ class Checkpoints:
     keep: int = 2
     _last: Path | None = field(default=None, repr=False)
 
-    def save(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        progress: Progress,
-        facts: dict[str, Any],
-        best: bool,
-    ) -> Path:
+    def save(self, step: TrainStep, progress: Progress, facts: dict[str, Any], best: bool) -> Path:
         """Writes and commits a checkpoint of this step, links it, and removes what retention lets go.
 
         facts: what a resumed run must share with this one (samples, seed, batch …). Every rank must call it.
@@ -88,7 +83,7 @@ class Checkpoints:
                 work.mkdir(parents=True)
             self.mesh.barrier()
             with _quiet():
-                dcp.save(_state(model, optimizer, self.mesh.rank), checkpoint_id=work)
+                dcp.save(_state(step, self.mesh.rank), checkpoint_id=work)
             if self.mesh.is_zero:
                 _commit(
                     work,
@@ -110,22 +105,26 @@ class Checkpoints:
             if old.resolve() not in spared:
                 shutil.rmtree(old)
 
-    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> Progress:
-        """Puts model, optimizer and random states back. Hyper-parameters stay those of the new configuration.
+    def load(self, path: Path, step: TrainStep, facts: dict[str, Any]) -> Progress:
+        """Puts model, optimizer, loss scale and random states back. Hyper-parameters stay those of the new
+        configuration.
 
         Raises UserError if the checkpoint is damaged, of another layout, or of other data.
         """
         saved = verify(path)
         _same_run(path, saved, facts, self.mesh.world_size)
+        model, optimizer = step.placed.model, local_optimizer(step.optimizer)
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        state = _state(model, optimizer, self.mesh.rank)
+        state = _state(step, self.mesh.rank)
         with _quiet():
             dcp.load(state, checkpoint_id=path)
         set_model_state_dict(model, state["model"], options=_MODEL)
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_OPTIMIZER)
         for group, mine in zip(optimizer.param_groups, groups, strict=True):
             group.update(mine)
-        optimizer.zero_grad(set_to_none=True)
+        step.optimizer.zero_grad(set_to_none=True)
+        if step.scaler is not None:
+            step.scaler.restore(state["loss_scale"])
         set_random_state(state[f"random.{self.mesh.rank}"])
         return Progress(**saved["progress"])
 
@@ -138,12 +137,14 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
-    return {
+def _state(step: TrainStep, rank: int) -> dict[str, Any]:
+    model = step.placed.model
+    state = {
         "model": _trained(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=_OPTIMIZER),
+        "optimizer": get_optimizer_state_dict(model, local_optimizer(step.optimizer), options=_OPTIMIZER),
         f"random.{rank}": random_state(),
     }
+    return state if step.scaler is None else state | {"loss_scale": step.scaler.state()}
 
 
 def _trained(model: nn.Module) -> dict[str, Any]:

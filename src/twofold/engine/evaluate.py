@@ -21,8 +21,12 @@ def evaluate(
     mesh: Mesh,
     autocast: Callable[[], AbstractContextManager[Any]],
     to_device: Callable[[Any], Any],
+    counts: bool = True,
 ) -> dict[str, float]:
-    """The loss (divided by its weight over the whole set) and the metrics of `task`, in evaluation mode."""
+    """The loss (divided by its weight over the whole set) and the metrics of `task`, in evaluation mode.
+
+    counts: whether this rank's sums are counted (`Placed.counts`).
+    """
     was_training = task.model.training
     task.model.eval()
     sums = Sums()
@@ -31,7 +35,7 @@ def evaluate(
             batch = to_device(micro.batch)
             with autocast():
                 loss = task.loss(task.model(**task.inputs(batch)), batch)
-            sums.add(loss, micro.real)
+            sums.add(loss, micro.real and counts)
     finally:
         task.model.train(was_training)
     sums.all_reduce(mesh)()

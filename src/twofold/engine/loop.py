@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from twofold.config.schema import TrainConfig
 from twofold.engine.checkpoint import Checkpoints, Progress
@@ -24,6 +25,7 @@ from twofold.engine.step import StepResult, Sums, TrainStep
 from twofold.mesh.mesh import Mesh
 from twofold.monitor.callback import Callback
 from twofold.monitor.memory import process_memory_mb
+from twofold.parallel.whole import Whole
 from twofold.task import Task
 
 _MOST_UNCHECKED = 100
@@ -63,7 +65,8 @@ class Loop:
     facts: dict[str, Any]
     callbacks: Sequence[Callback]
     autocast: Callable[[], AbstractContextManager[Any]]
-    samples: Callable[[int], list[dict[str, Any]]] | None = None
+    samples: Callable[[nn.Module, int], list[dict[str, Any]]] | None = None
+    parts: Whole | None = None
     window: Sums = field(default_factory=Sums)
     units: int = 0
     since: float = 0.0
@@ -80,6 +83,12 @@ class Loop:
         if self.progress.window is not None:  # resumed in the middle of one
             self.window, self.units = Sums.restored(self.progress.window), self.progress.window_units
         self.each_step = [c.on_step for c in self._listeners() if type(c).on_step is not Callback.on_step]
+
+    def whole(self) -> nn.Module | None:
+        """The model in one piece, on rank 0. Every rank must call it."""
+        if self.parts is not None:
+            return self.parts.of(self.task.model, self.mesh.is_zero)
+        return self.task.model if self.mesh.is_zero else None
 
     def _listeners(self) -> list[Callback]:
         return [c for c in self.callbacks if self.mesh.is_zero or not c.rank_zero_only]
@@ -130,10 +139,11 @@ class Loop:
         Reading numbers waits for the device, so it is done where something is logged, evaluated or saved; nothing is
         saved unchecked.
         """
+        skips = self.step.scaler is not None  # it has not used such a gradient
         for step, past in self.unchecked:
             past.sums.settle()
             finite_loss = all(math.isfinite(past.sums.total(name)) for name in past.sums.terms)
-            if not finite_loss or not (past.grad_norm is None or math.isfinite(past.grad_norm)):
+            if not finite_loss or not (past.grad_norm is None or skips or math.isfinite(past.grad_norm)):
                 raise NotFinite(self._blame(step, past, finite_loss))
             self.window.merge(past.sums)
         self.unchecked.clear()
@@ -178,21 +188,24 @@ class Loop:
         """Evaluates, tells it, and returns whether this is the best loss so far."""
         assert self.evaluation is not None
         step, paused = self.progress.step, time.perf_counter()
-        row = evaluate(self.task, self.evaluation, self.mesh, self.autocast, self.step.to_device)
+        counts = self.step.placed.counts
+        row = evaluate(self.task, self.evaluation, self.mesh, self.autocast, self.step.to_device, counts)
         best = self.progress.best_loss is None or row["loss"] < self.progress.best_loss
         if best:
             self.progress.best_loss, self.progress.best_step = row["loss"], step
         self.last_eval = (step, row["loss"])
         self.tell("on_eval", {"step": step, "split": "eval", **row, "best": best})
-        if self.samples is not None and self.config.eval_samples and self.mesh.is_zero:
-            self.tell("on_samples", step, self.samples(self.config.eval_samples))
+        if self.samples is not None and self.config.eval_samples:
+            model = self.whole()
+            if model is not None:
+                self.tell("on_samples", step, self.samples(model, self.config.eval_samples))
         self.since += time.perf_counter() - paused
         return best
 
     def save(self, best: bool = False) -> None:
         began = time.perf_counter()
         self.progress.window, self.progress.window_units = self.window.state(), self.units
-        path = self.checkpoints.save(self.task.model, self.step.optimizer, self.progress, self.facts, best)
+        path = self.checkpoints.save(self.step, self.progress, self.facts, best)
         seconds = time.perf_counter() - began
         self.saved_step = self.progress.step
         size = sum(f.stat().st_size for f in path.iterdir()) if self.mesh.is_zero else 0

@@ -12,37 +12,45 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from twofold.config.schema import TrainConfig
 from twofold.errors import UserError, nearest
+from twofold.parallel.placed import plain_optimizer
 
 OPTIMIZERS = ("adamw", "sgd")
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: matrices and embeddings decay, vectors (biases, norms) do not. Frozen ones are left out."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if not weight_decay:  # one group: a fused optimizer then runs once
-        return [{"params": trainable, "weight_decay": 0.0}] if trainable else []
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    """Parameter groups: matrices and embeddings decay, vectors (biases, norms) do not. Frozen ones are left out.
+
+    As few groups as can be, since a fused optimizer runs once for each; but one for each mesh that parameters lie on,
+    since its kernels do not take both.
+    """
+    groups: dict[Any, dict[str, Any]] = {}
+    for p in model.parameters():
+        if p.requires_grad:
+            decay = weight_decay if p.ndim >= 2 else 0.0
+            mesh = p.device_mesh if isinstance(p, DTensor) else None
+            groups.setdefault((mesh, decay), {"params": [], "weight_decay": decay})["params"].append(p)
+    return list(groups.values())
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, config: TrainConfig, make: Callable[..., Any] = plain_optimizer
+) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101; torch's fused kernel, on the CPU too) or SGD with momentum.
 
-    Raises UserError if nothing is trainable or the optimizer is unknown.
+    make: builds an optimizer of a class, groups and options (`Placed.optimizer`). Raises UserError if nothing is
+    trainable or the optimizer is unknown.
     """
     groups = decay_groups(model, config.weight_decay)
     if not groups:
         raise UserError("no parameter of the model is trainable: every one has requires_grad=False.")
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        return make(torch.optim.AdamW, groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+        return make(torch.optim.SGD, groups, lr=config.lr, momentum=config.momentum)
     raise UserError(f"train.optimizer: unknown optimizer '{config.optimizer}'. {nearest(config.optimizer, OPTIMIZERS)}")
 
 

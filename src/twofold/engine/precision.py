@@ -19,11 +19,12 @@ NAMES = {
     "16": "16-mixed",
     "16-mixed": "16-mixed",
 }
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """name: 32 | bf16-mixed (fp32 parameters, bf16 forward passes) | bf16-true (everything bf16)."""
+    """name: 32 | bf16-mixed, 16-mixed (fp32 parameters, bf16 or fp16 forward passes) | bf16-true (everything bf16)."""
 
     name: str
 
@@ -32,18 +33,18 @@ class Precision:
         name = NAMES.get(str(precision))
         if name is None:
             raise UserError(f"unknown precision '{precision}'. {nearest(str(precision), NAMES)}")
-        if name == "16-mixed":
-            raise UserError(
-                "precision 16 needs a loss scaler, which is not in this version yet: use 32 or 'bf16-mixed'."
-            )
         return cls(name)
 
     @property
     def parameter_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.name == "bf16-true" else torch.float32
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients need a loss scale to be seen."""
+        return self.name == "16-mixed"
+
     def autocast(self, device_type: str) -> Callable[[], AbstractContextManager[Any]]:
         """Makes the context of a forward pass."""
-        if self.name == "bf16-mixed":
-            return lambda: torch.autocast(device_type, dtype=torch.bfloat16)
-        return nullcontext
+        dtype = _AUTOCAST.get(self.name)
+        return nullcontext if dtype is None else lambda: torch.autocast(device_type, dtype=dtype)

@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from twofold.engine.gradients import global_norm, gradients_of, local
+from twofold.engine.scaler import LossScale
 from twofold.mesh.mesh import Mesh
-from twofold.parallel.data import Replicated
+from twofold.parallel.data import local_optimizer
+from twofold.parallel.placed import Placed
 from twofold.task import Loss, Task
 
 
@@ -166,72 +169,81 @@ class TrainStep:
     """Calling it with a step's micro-batches of this rank runs one optimizer step.
 
     autocast: makes the context that forward passes run in; clip: largest global gradient norm, or None;
-    to_device: moves a batch.
+    to_device: moves a batch; scaler: the loss scale, where gradients need one.
     """
 
     task: Task
-    layout: Replicated
+    placed: Placed
     optimizer: torch.optim.Optimizer
     mesh: Mesh
     autocast: Callable[[], AbstractContextManager[Any]]
     to_device: Callable[[Any], Any]
     clip: float | None = None
+    scaler: LossScale | None = None
 
     def __post_init__(self) -> None:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._last_factor: tuple[Any, Any] = (None, None)
 
     def __call__(self, micro_batches: Sequence[MicroBatch], want_norm: bool = False) -> StepResult:
-        sums, local = Sums(), []
+        sums, parts = Sums(), []
         ratios: dict[str, Any] | None = None
-        alone = len(micro_batches) == 1 and self.mesh.world_size == 1
+        alone = len(micro_batches) == 1 and self.mesh.world_size == 1 and self.scaler is None
         for i, micro in enumerate(micro_batches):
             batch = self.to_device(micro.batch)
-            with self.layout.accumulate(last=i == len(micro_batches) - 1):
+            with self.placed.accumulate(i == len(micro_batches) - 1):
                 with self.autocast():
-                    loss = self.task.loss(self.layout.module(**self.task.inputs(batch)), batch)
-                sums.add(loss, micro.real)
+                    loss = self.task.loss(self.placed.module(**self.task.inputs(batch)), batch)
+                sums.add(loss, micro.real and self.placed.counts)
                 if ratios is None:
                     ratios = self._ratios(loss, micro_batches)
                 if i == len(micro_batches) - 1:
                     have_sums = sums.all_reduce(self.mesh)  # while the last backward pass runs
                 objective = _objective(loss, ratios)
                 # Alone, its weight is the whole step's: divide now, and save a pass over the gradients.
-                factor = _ratio(1.0, next(iter(loss.terms.values()))[1]) if alone else float(micro.real)
+                factor = _ratio(1.0, next(iter(loss.terms.values()))[1]) if alone else self._factor(micro.real)
                 objective.backward(self._like(factor, objective))
-            local.append(objective.detach())
+            parts.append(objective.detach())
         have_sums()
-        grad_norm = self._normalise(1.0 if alone else self._scale(sums), want_norm)
-        self.optimizer.step()
+        grad_norm = self._update(1.0 if alone else self._scale(sums), want_norm)
         for p in self.parameters:
             p.grad = None
-        return StepResult(sums, grad_norm, local)
+        return StepResult(sums, grad_norm, parts)
+
+    def _factor(self, real: bool) -> Any:
+        """What gradients of a micro-batch count: a filler's nothing."""
+        return float(real) if self.scaler is None else self.scaler.scale * float(real)
 
     def _like(self, factor: Any, objective: Tensor) -> Tensor:
         """A factor as a gradient of the objective; the last one is kept, since it seldom changes."""
-        if isinstance(factor, Tensor) or self._last_factor[0] != factor:
+        if isinstance(factor, Tensor):
+            return factor.to(objective.dtype)
+        if self._last_factor[0] != factor:
             made = torch.as_tensor(factor, dtype=objective.dtype, device=objective.device)
             self._last_factor = (factor, made)
         return self._last_factor[1]
 
     def _scale(self, sums: Sums) -> Any:
         """What turns the gradients of sums into those of the loss: 1 / the first term's weight over the step."""
-        return _ratio(self.layout.gradient_scale, sums.weight(next(iter(sums.terms))))
+        scale = _ratio(self.placed.gradient_scale, sums.weight(next(iter(sums.terms))))
+        return scale if self.scaler is None else scale / self.scaler.scale.double()
 
-    def _normalise(self, scale: Any, want_norm: bool) -> Tensor | None:
-        """Scales the gradients and clips them, in one pass. Returns the norm before clipping, if it was needed."""
-        norm = None
-        if self.clip is None and not want_norm and not isinstance(scale, Tensor) and scale == 1.0:
-            return None
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if self.clip is not None or want_norm:
-            norm = torch.nn.utils.get_total_norm(gradients).double() * scale
+    def _update(self, scale: Any, want_norm: bool) -> Tensor | None:
+        """Scales and clips the gradients in one pass, and steps. Returns the norm before clipping, if it was needed."""
+        gradients, norm = gradients_of(self.parameters), None
+        if self.clip is not None or want_norm or self.scaler is not None:
+            norm = global_norm(gradients, self.mesh) * scale
         if self.clip is not None and norm is not None:
             scale = scale * (self.clip / (norm + 1e-6)).clamp(max=1.0)
         if isinstance(scale, Tensor):
-            torch._foreach_mul_(gradients, scale.float())
+            mine = [local(g) for g in gradients]
+            torch._foreach_mul_(mine, scale.float().to(mine[0].device) if mine else scale)
         elif scale != 1.0:
-            torch._foreach_mul_(gradients, scale)
+            torch._foreach_mul_([local(g) for g in gradients], scale)
+        if self.scaler is not None and norm is not None:
+            self.scaler.step(self.optimizer, local_optimizer(self.optimizer), norm.isfinite())
+        else:
+            self.optimizer.step()
         return norm
 
     @torch.no_grad()
@@ -245,7 +257,7 @@ class TrainStep:
             weights: Mapping[str, Any] | None = self.task.weights(batch)
             if weights is None:
                 with self.autocast():
-                    again = self.task.loss(unwrapped(self.layout.module)(**self.task.inputs(batch)), batch)
+                    again = self.task.loss(self.placed.model(**self.task.inputs(batch)), batch)
                 weights = {name: term[1] for name, term in again.terms.items()}
             sums.add(Loss({name: (0.0, weights[name]) for name in loss.terms}), micro.real)
         sums.all_reduce(self.mesh)()
@@ -261,8 +273,3 @@ def _objective(loss: Loss, ratios: Mapping[str, Any]) -> Tensor:
         part = total * factor if isinstance(factor, Tensor) or factor != 1.0 else total
         parts.append(part.to(total.dtype))
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The model below DistributedDataParallel, if it is there."""
-    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module

@@ -1,20 +1,22 @@
 """The ranks of a run and what they exchange: one object, asked by name.
 
-A `Mesh` of one process needs no process group, and everything on it is then free. This file holds the flat
-map (one line of ranks). Later axes (replicate, shard, tensor, …) are sub-meshes of torch's `DeviceMesh`,
-built once, here, when a run starts and never inside a step (law 9); parallel/ asks for them by axis name.
+A `Mesh` of one process needs no process group, and everything on it is then free. `arrange` names the ranks by
+axes (replicate, shard, tensor, …): torch's `DeviceMesh`, built once, here, when a run starts and never inside a step
+(law 9); parallel/ asks for its parts by axis name.
 """
 
 import atexit
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from math import prod
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from twofold.mesh.devices import in_launcher_environment
 
@@ -28,13 +30,20 @@ _TIMEOUT_SECONDS = 1800
 
 @dataclass
 class Mesh:
-    """rank: 0 … world_size - 1 over all nodes. local_rank: on this node. device: where this rank computes."""
+    """rank: 0 … world_size - 1 over all nodes. local_rank: on this node. device: where this rank computes.
+    sizes: axis -> ranks, outermost first; axes of one rank are left out."""
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
+    sizes: dict[str, int] = field(default_factory=dict)
+    _devices: Any = field(default=None, repr=False)
     _owns_group: bool = field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.sizes and self.world_size > 1:
+            self.sizes = {"replicate": self.world_size}
 
     @classmethod
     def join(cls, device_type: str = "cpu") -> "Mesh":
@@ -64,6 +73,49 @@ class Mesh:
     def is_zero(self) -> bool:
         """Whether this is the rank that prints and writes."""
         return self.rank == 0
+
+    def arrange(self, sizes: Mapping[str, int]) -> None:
+        """Names the ranks by axes, outermost first; the product of the sizes is `world_size`. Every rank calls it."""
+        if prod(sizes.values()) != self.world_size:
+            raise ValueError(f"axes {dict(sizes)} are not for {self.world_size} ranks")
+        self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
+        self._devices = None
+        if self.world_size > 1:
+            names, shape = tuple(self.sizes), tuple(self.sizes.values())
+            self._devices = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
+    def size(self, *axes: str) -> int:
+        """Ranks along these axes together."""
+        return prod(self.sizes.get(axis, 1) for axis in axes)
+
+    def coordinate(self, *axes: str) -> int:
+        """This rank's place along these axes together, row by row: 0 … size - 1."""
+        rest, place = self.rank, {}
+        for axis, size in reversed(self.sizes.items()):
+            rest, place[axis] = divmod(rest, size)
+        number = 0
+        for axis, size in self.sizes.items():
+            if axis in axes:
+                number = number * size + place[axis]
+        return number
+
+    def sub(self, *axes: str) -> DeviceMesh:
+        """The part of torch's mesh that spans these axes (those of one rank are left out)."""
+        names = tuple(axis for axis in self.sizes if axis in axes)
+        if self._devices is None:
+            raise RuntimeError("Mesh.arrange comes first")
+        return self._devices[names if len(names) > 1 else names[0]]
+
+    def group(self, axis: str) -> Any:
+        """The process group of an axis."""
+        return self.sub(axis).get_group()
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Replaces each tensor by rank 0's, in place."""
+        if self.world_size > 1:
+            with torch.no_grad():
+                for tensor in tensors:
+                    dist.broadcast(tensor.detach(), 0)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replaces `tensor` by its sum over all ranks, in place, and returns it. Every rank must call it."""

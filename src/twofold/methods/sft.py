@@ -169,12 +169,12 @@ class SFTTrainer:
             "attention": f"{how} · output head at labels only",
         }
 
-    def _samples(self, count: int) -> list[dict[str, Any]]:
+    def _samples(self, model: CausalLM, count: int) -> list[dict[str, Any]]:
         from twofold.data.prepare import prompts
         from twofold.models.generate import generate_tokens
 
         chosen = prompts(self._eval_source, self.tokenizer, DataOptions(format=self.args.format), count)
-        outputs = generate_tokens(self.model.hf, self.tokenizer, [p.input_ids for p in chosen])
+        outputs = generate_tokens(model.hf, self.tokenizer, [p.input_ids for p in chosen])
         decode = self.tokenizer.decode
         return [
             {
@@ -185,11 +185,11 @@ class SFTTrainer:
             for p, o in zip(chosen, outputs, strict=True)
         ]
 
-    def _export(self, folder: Path) -> list[str]:
+    def _export(self, model: CausalLM, folder: Path) -> list[str]:
         from twofold.models.export import export, how_to_use
 
-        export(self.model.hf, self.tokenizer, folder)
-        return how_to_use(folder, self.model.hf)
+        export(model.hf, self.tokenizer, folder)
+        return how_to_use(folder, model.hf)
 
 
 def _as_config(args: SFTConfig | dict[str, Any] | None) -> SFTConfig:

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from twofold.models import attention
-from twofold.ops.logps import chunked_logps, linear_logps
+from twofold.ops.logps import Slice, chunked_logps, linear_logps
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,33 @@ class CausalLM(nn.Module):
         hidden = hidden.flatten(0, 1).index_select(0, predict_at)
         head = model.get_output_embeddings()
         if self.abilities.plain_head and type(head) is nn.Linear:
-            return linear_logps(hidden, targets, head.weight, head.bias, with_mean)
+            weight, bias, part = _local(head)
+            return linear_logps(hidden, targets, weight, bias, with_mean, part)
         return chunked_logps(hidden, targets, lambda h: head_logits(model, h), with_mean)
+
+    def split_tensor(self, devices: DeviceMesh) -> None:
+        """Puts the model on the tensor axis (`parallel/tensor.py`)."""
+        from twofold.models import tensor_plan
+
+        tensor_plan.split(bare(self.hf), devices)
+
+
+def _local(head: nn.Linear) -> tuple[Tensor, Tensor | None, Slice | None]:
+    """A head's weight and bias on this rank, and which slice of the vocabulary they are if it is split."""
+    weight = head.weight
+    if not isinstance(weight, DTensor):
+        return weight, head.bias, None
+    bias = head.bias.to_local() if isinstance(head.bias, DTensor) else head.bias
+    ranks, group = weight.device_mesh.size(), weight.device_mesh.get_group()
+    widest = -(-weight.shape[0] // ranks)
+    part = Slice(
+        start=min(weight.device_mesh.get_local_rank() * widest, weight.shape[0]),
+        widest=widest,
+        vocabulary=weight.shape[0],
+        max=lambda x: dist.all_reduce(x, dist.ReduceOp.MAX, group=group),
+        sum=lambda x: dist.all_reduce(x, group=group),
+    )
+    return weight.to_local(), bias, part
 
 
 class _Output:

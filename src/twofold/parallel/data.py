@@ -3,39 +3,50 @@
 Gradients meet in PyTorch's DistributedDataParallel, which overlaps the reduction with the backward pass.
 DDP averages over ranks where the engine wants sums, so `gradient_scale` is the number of ranks. DDP's reducer is
 C++ and takes no fake tensors: a simulation runs the step with the bare model and counts its gradients' all-reduce.
+With the optimizer in parts (ZeRO stage 1, arXiv 1910.02054) each rank updates some of the parameters and sends them
+to the others, by PyTorch's ZeroRedundancyOptimizer.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
+from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from twofold.mesh.mesh import Mesh
+from twofold.parallel.placed import Placed
 
 # Buffers are the same on all ranks or, like batch statistics, of each rank's own: nothing to send in a forward pass.
 _NEW_NAME = "forward_sync_buffers"  # since torch 2.13
 _BUFFERS = _NEW_NAME if _NEW_NAME in signature(DistributedDataParallel).parameters else "broadcast_buffers"
 
 
-class Replicated:
-    """A model on the replicate axis. `module` is what is called in training; gradients of the unwrapped model
-    hold sum / gradient_scale over the ranks once the last micro-batch of a step has run backward."""
+def replicate(model: nn.Module, mesh: Mesh, shard_optimizer: bool = False) -> Placed:
+    """The whole model on each rank."""
+    if mesh.world_size == 1:
+        return Placed(model, model)
+    devices = [mesh.device.index] if mesh.device.type == "cuda" else None
+    kwargs = {"gradient_as_bucket_view": True, _BUFFERS: False}
+    ddp = DistributedDataParallel(model, device_ids=devices, **kwargs)  # type: ignore[arg-type]
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        if any(x.device.type != mesh.device.type for x in (*model.parameters(), *model.buffers())):
-            model.to(mesh.device)
-        self.module: nn.Module = model
-        self.gradient_scale = float(mesh.world_size)
-        self._ddp: DistributedDataParallel | None = None
-        if mesh.world_size > 1:
-            devices = [mesh.device.index] if mesh.device.type == "cuda" else None
-            kwargs = {"gradient_as_bucket_view": True, _BUFFERS: False}
-            self._ddp = DistributedDataParallel(model, device_ids=devices, **kwargs)  # type: ignore[arg-type]
-            self.module = self._ddp
+    def accumulate(last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else ddp.no_sync()
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """Around a micro-batch: gradients are reduced over the ranks in the last one only."""
-        return nullcontext() if last or self._ddp is None else self._ddp.no_sync()
+    placed = Placed(model, ddp, float(mesh.world_size), accumulate)
+    if shard_optimizer:
+        placed.optimizer = _in_parts
+    return placed
+
+
+def _in_parts(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], **options: Any) -> Any:
+    return ZeroRedundancyOptimizer(groups, kind, **options)
+
+
+def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer of the parameters that this rank updates."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer

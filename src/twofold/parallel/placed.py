@@ -1,0 +1,39 @@
+"""What placing a model gives: all that the engine knows of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def plain_optimizer(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], **options: Any) -> Any:
+    """An optimizer over the parameters as they lie on this rank."""
+    return kind(groups, **options)
+
+
+def every_micro_batch(last: bool) -> AbstractContextManager[None]:
+    """Nothing to do around a micro-batch."""
+    return nullcontext()
+
+
+@dataclass
+class Placed:
+    """A model on its mesh.
+
+    model: as it was given, changed in place; module: what a training step calls. Once the last micro-batch of a step
+    has run backward, gradients of `model` hold the sum over the data ranks / gradient_scale. accumulate(last): goes
+    around a micro-batch. optimizer: makes an optimizer of a class, groups and options. counts: whether the losses of
+    this rank are counted (ranks of one tensor group compute the same ones).
+    """
+
+    model: nn.Module
+    module: nn.Module
+    gradient_scale: float = 1.0
+    accumulate: Callable[[bool], AbstractContextManager[None]] = every_micro_batch
+    optimizer: Callable[..., Any] = plain_optimizer
+    counts: bool = True

@@ -1,0 +1,65 @@
+"""The shard axis: each rank holds a part of every weight, gradient and optimizer state (ZeRO, arXiv 1910.02054).
+
+PyTorch's FSDP2 does the work: a block's weights are gathered when it runs and dropped afterwards (stage 3), or kept
+until its backward pass is over (stage 2). With a replicate axis beside it, groups of ranks hold copies (HSDP). With a
+tensor axis below it, the parts of a rank are split once more; a replicate axis alone is then FSDP2's `replicate`,
+since DistributedDataParallel knows no split weights.
+Stage 3 reduces gradients in every micro-batch, so that no rank ever holds them whole; stage 2 in the last one only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from twofold.mesh.mesh import Mesh
+from twofold.parallel.placed import Placed
+from twofold.parallel.strategy import DATA_AXES, Parallel
+
+
+def shard(model: nn.Module, mesh: Mesh, layout: Parallel) -> Placed:
+    """The model in parts over the shard axis; over the replicate axis in copies."""
+    counts = mesh.coordinate("tensor") == 0
+    if mesh.size(*DATA_AXES) == 1:
+        return Placed(model, model, counts=counts)
+    low = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters() if p.requires_grad)
+    options: dict[str, Any] = {
+        "mesh": mesh.sub(*DATA_AXES),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32) if low else MixedPrecisionPolicy(),
+        "offload_policy": _offload() if layout.offload else OffloadPolicy(),
+    }
+    for block in blocks(model):
+        if layout.shard > 1:
+            fully_shard(block, reshard_after_forward=layout.zero == 3, **options)
+        else:
+            replicate(block, **options)
+    root: Any = fully_shard(model, **options) if layout.shard > 1 else replicate(model, **options)
+    each_time = layout.shard > 1 and layout.zero == 3
+
+    @contextmanager
+    def accumulate(last: bool) -> Iterator[None]:
+        root.set_requires_gradient_sync(last or each_time)
+        yield
+
+    return Placed(model, model, float(mesh.size(*DATA_AXES)), accumulate, counts=counts)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers of a model: the members of its outermost ModuleLists that have parameters."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            found += [block for block in child if any(True for _ in block.parameters())]
+        else:
+            found += blocks(child)
+    return found
+
+
+def _offload() -> CPUOffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())  # pinning needs a GPU

@@ -1,0 +1,172 @@
+"""The words of `strategy=` and what they mean: a size for each axis of the mesh.
+
+    ddp          replicate: copies of the model
+    zero1        copies of the model, the optimizer's state in parts
+    zero2        gradients and the optimizer's state in parts
+    zero3, fsdp  weights too
+    hsdp         parts within groups of ranks, copies of the groups
+    tp           tensor: each weight matrix split, all ranks work on the same samples
+
+Words are joined by commas and may carry a number of ranks: "fsdp:2,tp:2". At most one word without a number takes the
+ranks that are left. The word "offload" keeps parts on the CPU between uses (with zero2, zero3, fsdp, hsdp).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from twofold.errors import UserError, nearest
+
+# word -> (axis, zero stage)
+WORDS = {
+    "ddp": ("replicate", 0),
+    "zero1": ("shard", 1),
+    "zero2": ("shard", 2),
+    "zero3": ("shard", 3),
+    "fsdp": ("shard", 3),
+    "hsdp": ("shard", 3),
+    "tp": ("tensor", 0),
+}
+STRATEGIES = ("auto", "single", *WORDS)
+PLANNED = ("pp", "cp", "ep")
+AXES = ("replicate", "shard", "tensor")
+"""Outermost first: ranks of the last axis are neighbours, inside a node."""
+DATA_AXES = ("replicate", "shard")
+"""Axes whose ranks work on different samples."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Ranks along each axis of the mesh.
+
+    replicate: copies of the model, each on a share of a step's samples; shard: ranks that hold a copy in parts, each
+    on a share of the samples too; tensor: ranks that split every weight matrix and work on the same samples.
+    zero: what the shard axis splits: 1 the optimizer's state, 2 gradients too, 3 weights too. offload: parts of
+    weights, gradients and the optimizer's state stay on the CPU.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    zero: int = 3
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        for axis, size in self.sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise UserError(f"Parallel: {axis} must be a number of ranks from 1 on, not {size!r}.")
+        if self.zero not in (1, 2, 3):
+            raise UserError(f"Parallel: zero must be 1, 2 or 3, not {self.zero!r}.")
+        if self.shard > 1 and self.zero == 1 and (self.replicate > 1 or self.tensor > 1 or self.offload):
+            raise UserError("zero1 splits the optimizer over all ranks and goes with no other word: use zero2 or fsdp.")
+        if self.offload and self.shard == 1:
+            raise UserError("offload needs a shard axis: strategy='fsdp,offload'.")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """axis -> ranks, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.sizes.values())
+
+    @property
+    def splits_weights(self) -> bool:
+        """Whether a rank holds parts of weights only."""
+        return self.tensor > 1 or (self.shard > 1 and self.zero > 1)
+
+    def __str__(self) -> str:
+        parts = [f"{axis} {size}" for axis, size in self.sizes.items() if size > 1]
+        if self.shard > 1:
+            parts.append(f"zero {self.zero}")
+        return " × ".join(parts + ["offload"] * self.offload) or "single"
+
+
+def parse(strategy: str | Parallel, world_size: int, num_nodes: int = 1) -> Parallel:
+    """The axes of a strategy on `world_size` ranks. Raises UserError for what is unknown or does not multiply."""
+    layout = strategy if isinstance(strategy, Parallel) else _read(strategy, world_size, num_nodes)
+    if layout.world_size != world_size:
+        raise UserError(
+            f"strategy {layout} is for {layout.world_size} rank(s), and devices × num_nodes is {world_size}: "
+            f"set devices={_devices(layout, num_nodes)}{_fitting(layout, world_size)}."
+        )
+    return layout
+
+
+def _read(strategy: str, world_size: int, num_nodes: int) -> Parallel:
+    if strategy == "auto":
+        return Parallel(replicate=world_size)
+    if strategy == "single":
+        return Parallel()
+    sizes: dict[str, int | None] = {}
+    zero, offload = 3, False
+    words = [word.strip() for word in strategy.split(",")]
+    for word in words:
+        name, _, number = word.partition(":")
+        if word == "offload":
+            offload = True
+            continue
+        axis, stage = _axis(name, strategy)
+        if axis in sizes:
+            raise UserError(f"strategy '{strategy}' names the {axis} axis twice.")
+        sizes[axis] = _number(number, word, strategy)
+        zero = stage or zero
+    if "hsdp" in (word.partition(":")[0] for word in words):
+        sizes = _hybrid(sizes, world_size, num_nodes)
+    found: dict[str, Any] = dict(_filled(sizes, strategy, world_size))
+    return Parallel(**found, zero=zero, offload=offload)
+
+
+def _axis(name: str, strategy: str) -> tuple[str, int]:
+    if name in PLANNED:
+        raise UserError(
+            f"strategy '{strategy}': '{name}' is not in this version yet. Here are: {', '.join(STRATEGIES)}."
+        )
+    if name not in WORDS:
+        raise UserError(f"unknown strategy '{strategy}'. {nearest(name, STRATEGIES)}")
+    return WORDS[name]
+
+
+def _number(text: str, word: str, strategy: str) -> int | None:
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"strategy '{strategy}': '{word}' needs a number of ranks after the colon, as in 'fsdp:2'.")
+    return int(text)
+
+
+def _hybrid(sizes: dict[str, int | None], world_size: int, num_nodes: int) -> dict[str, int | None]:
+    """hsdp: parts within a node unless a number says otherwise, copies over the rest."""
+    if sizes["shard"] is None:
+        if num_nodes == 1:
+            raise UserError("hsdp on one node needs the number of ranks that share a copy: strategy='hsdp:2'.")
+        sizes["shard"] = world_size // num_nodes // (sizes.get("tensor") or 1)
+    return {"replicate": None} | sizes
+
+
+def _filled(sizes: dict[str, int | None], strategy: str, world_size: int) -> dict[str, int]:
+    """The one size that is not given is what is left."""
+    open_axes = [axis for axis, size in sizes.items() if size is None]
+    if len(open_axes) > 1:
+        raise UserError(f"strategy '{strategy}': only one word may be without a number of ranks, as in 'fsdp,tp:2'.")
+    given = {axis: size for axis, size in sizes.items() if size is not None}
+    if open_axes:
+        given[open_axes[0]] = max(1, world_size // prod(given.values()))
+    return given
+
+
+def _devices(layout: Parallel, num_nodes: int) -> str:
+    whole = layout.world_size % num_nodes == 0
+    return str(layout.world_size // num_nodes) if whole else f"{layout.world_size} and num_nodes=1"
+
+
+def _fitting(layout: Parallel, world_size: int) -> str:
+    """The nearest layout that these ranks make, in words."""
+    fixed = layout.tensor if world_size % layout.tensor == 0 else 1
+    rest = world_size // fixed
+    data = "fsdp" if layout.shard > 1 else "ddp"
+    words = [f"{data}:{rest}"] * (rest > 1) + [f"tp:{fixed}"] * (fixed > 1)
+    return f", or strategy='{','.join(words) or 'single'}'"

@@ -1,0 +1,124 @@
+"""Law 1 as a matrix, families × layouts: losses and gradients against plain transformers on one process.
+
+Twenty SGD steps with momentum and clipping on samples of unequal length, without padding, in several micro-batches;
+11 samples in steps of 6, so that every second step is short. The part marked `full` runs with `make matrix`.
+"""
+
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+from ranks import run_ranks
+from torch.distributed.tensor import DTensor
+
+from twofold.data.order import Cut, Order
+from twofold.engine.feed import Feed
+from twofold.engine.optim import decay_groups
+from twofold.engine.step import TrainStep
+from twofold.mesh.mesh import Mesh
+from twofold.methods.sft import SFT
+from twofold.models.causal_lm import CausalLM, examine
+from twofold.parallel import DATA_AXES, parse
+from twofold.parallel.place import place
+
+SAMPLES = reference.tiny_samples(11, seed=3)
+STEPS, BATCH, CLIP = 20, 6, 0.5
+ORDER = Order(len(SAMPLES), BATCH, seed=5)
+TWO = ("ddp:2", "zero1:2", "zero2:2", "fsdp:2", "fsdp:2,offload", "tp:2")
+FOUR = ("ddp:2,fsdp:2", "fsdp:2,tp:2", "ddp:2,tp:2", "fsdp:4", "tp:4")
+EIGHT = ("ddp:2,fsdp:2,tp:2",)
+EVERY_DAY = {
+    *((family, layout) for family in reference.FAMILIES for layout in ("fsdp:2", "tp:2")),
+    *(("llama", layout) for layout in TWO + FOUR + EIGHT),
+    *(("qwen2", layout) for layout in FOUR),
+    ("qwen3", "fsdp:2,tp:2"),
+    ("qwen3_moe", "fsdp:2,tp:2"),
+    ("gpt2", "tp:4"),
+}
+
+
+def cases() -> list[Any]:
+    every = [(family, layout) for family in reference.FAMILIES for layout in TWO + FOUR + EIGHT]
+    return [pytest.param(*case, marks=() if case in EVERY_DAY else pytest.mark.full) for case in every]
+
+
+@lru_cache
+def expected(family: str) -> tuple[list[float], dict, dict]:
+    """Losses of all steps, gradients of the first, weights after the last: plain transformers."""
+    batches = [[SAMPLES[i] for i in ORDER.step(k)] for k in range(STEPS)]
+    model = reference.tiny_model(family)
+    reference.batch_loss(model, batches[0]).backward()
+    first = reference.gradients(model)
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = reference.train(model, batches, optimizer, lambda step: 0.1, CLIP)
+    return losses, first, reference.parameters(model)
+
+
+def whole(x: torch.Tensor) -> np.ndarray:
+    x = x.detach()
+    return (x.full_tensor() if isinstance(x, DTensor) else x).clone().numpy()
+
+
+def on_layout(family: str, strategy: str) -> tuple[list[float], dict, dict]:
+    """The same from this rank of a layout."""
+    mesh = Mesh.join("cpu")
+    layout = parse(strategy, mesh.world_size)
+    mesh.arrange(layout.sizes)
+    model = reference.tiny_model(family)
+    task = SFT(CausalLM(model, examine(model)))
+    placed = place(task.model, mesh, layout)
+    optimizer = placed.optimizer(torch.optim.SGD, decay_groups(task.model, 0.0), lr=0.1, momentum=0.9)
+    lengths = [len(s["input_ids"]) for s in SAMPLES]
+    mine, ranks = mesh.coordinate(*DATA_AXES), mesh.size(*DATA_AXES)
+    feed = Feed(SAMPLES, lengths, task.collate, ORDER, Cut(tokens=40), mine, ranks)
+    step = TrainStep(task, placed, optimizer, mesh, nullcontext, lambda b: b, CLIP)
+    losses, first = [], {}
+    for k, micro_batches in enumerate(feed.steps(0, STEPS)):
+        if k == 0:
+            first = _first_gradients(step, micro_batches, losses)
+        else:
+            losses.append(step(micro_batches).sums.read()["loss"])
+    return losses, first, {n: whole(p) for n, p in model.named_parameters()}
+
+
+def _first_gradients(step: TrainStep, micro_batches: Any, losses: list[float]) -> dict[str, np.ndarray]:
+    """Runs a step, and keeps what its gradients were before they were clipped."""
+    kept: dict[str, np.ndarray] = {}
+    update = step.optimizer.step
+
+    def keep_and_update(*args: Any, **kwargs: Any) -> None:
+        named = dict(step.placed.model.hf.named_parameters())  # type: ignore[union-attr, operator]
+        kept.update({n: whole(p.grad) for n, p in named.items() if p.grad is not None})
+        update(*args, **kwargs)
+
+    step.optimizer.step = keep_and_update  # type: ignore[method-assign]
+    result = step(micro_batches, want_norm=True)
+    step.optimizer.step = update  # type: ignore[method-assign]
+    losses.append(result.sums.read()["loss"])
+    norm = float(result.grad_norm)  # type: ignore[arg-type]
+    return {n: g * max(1.0, (norm + 1e-6) / CLIP) for n, g in kept.items()}
+
+
+@pytest.mark.parametrize(("family", "strategy"), cases())
+def test_losses_and_gradients(family: str, strategy: str) -> None:
+    losses, first, weights = expected(family)
+    assert min(losses[-2:]) < 0.8 * losses[0]
+    ranks = parse_size(strategy)
+    for found, gradients, ends in run_ranks(ranks, on_layout, family, strategy):
+        assert max(np.abs(g).max() for g in first.values()) > 0.01
+        assert gradients.keys() == first.keys()
+        for name, value in first.items():
+            np.testing.assert_allclose(gradients[name], value, rtol=0, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        for name, value in weights.items():
+            np.testing.assert_allclose(ends[name], value, rtol=0, atol=2e-5, err_msg=name)
+
+
+def parse_size(strategy: str) -> int:
+    sizes = [int(word.partition(":")[2]) for word in strategy.split(",") if ":" in word]
+    return int(np.prod(sizes))

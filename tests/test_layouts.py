@@ -1,0 +1,273 @@
+"""Layouts through the Trainer: modules of one's own, resume, adapters, fp16, exports, what a rank holds."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import reference
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from twofold import Callback, Loss, Task, Trainer
+from twofold.engine.scaler import LossScale
+from twofold.errors import UserError
+from twofold.mesh.mesh import Mesh
+from twofold.methods.sft import SFT
+from twofold.models.causal_lm import CausalLM, examine
+from twofold.ops.logps import linear_logps
+from twofold.parallel import parse
+from twofold.parallel.place import place
+from twofold.parallel.whole import Whole
+
+
+class Net(nn.Module):
+    """Two blocks; the plan is all that the tensor axis needs."""
+
+    tensor_plan: ClassVar = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Weighted(Task):
+    def __init__(self) -> None:
+        self.model = Net()
+
+    def inputs(self, batch: Any) -> dict[str, Any]:
+        return {"x": batch["x"]}
+
+    def loss(self, output: Any, batch: Any) -> Loss:
+        error = F.mse_loss(output[:, 0].float(), batch["y"], reduction="none")
+        return Loss.of((batch["weight"] * error).sum(), batch["weight"].sum())
+
+
+def rows(n: int = 23) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(n, 6)).astype(np.float32)
+    y = (x @ rng.normal(size=6) + 0.5).astype(np.float32)
+    w = rng.integers(1, 5, n).astype(np.float32)
+    return [{"x": x[i], "y": y[i], "weight": w[i]} for i in range(n)]
+
+
+class Losses(Callback):
+    rank_zero_only = False
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_log(self, row: dict[str, Any]) -> None:
+        self.found.append(row["loss"])
+
+
+def fit(folder: Path, name: str, **settings: Any) -> list[float]:
+    losses = Losses()
+    options = {"lr": 0.02, "global_batch_size": 6, "micro_batch_size": 2, "logging_steps": 1, "accelerator": "cpu"}
+    options |= {"schedule": "constant", "progress": "off", "max_steps": 12}
+    Trainer(folder=str(folder), name=name, callbacks=[losses], **(options | settings)).fit(Weighted(), rows())
+    return losses.found
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_module_of_ones_own(tmp_path: Path, optimizer: str) -> None:
+    """One process and every axis: 12 steps with AdamW (fused) and SGD, clipping on, decay of matrices only."""
+    shared = {"optimizer": optimizer, "weight_decay": 0.01}
+    expected = fit(tmp_path, "one", devices=1, **shared)
+    assert min(expected) < 0.9 * expected[0]
+    for strategy, ranks in (("zero1", 2), ("zero2", 2), ("fsdp", 2), ("tp", 2), ("fsdp:2,tp:2", 4), ("ddp:2,tp:2", 4)):
+        for found in run_ranks(ranks, fit, tmp_path, f"{strategy}-run", devices=ranks, strategy=strategy, **shared):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp", "tp"])
+def test_resume_is_bit_exact(tmp_path: Path, strategy: str) -> None:
+    where = {"devices": 2, "strategy": strategy}
+    expected = run_ranks(2, fit, tmp_path, "straight", **where)
+    first = run_ranks(2, fit, tmp_path, "parts", max_steps=5, **where)
+    second = run_ranks(2, fit, tmp_path, "parts", resume=True, **where)
+    assert [a + b for a, b in zip(first, second, strict=True)] == expected
+
+
+def test_another_layout_is_not_resumed_in_silence(tmp_path: Path) -> None:
+    run_ranks(2, fit, tmp_path, "run", devices=2, strategy="fsdp", max_steps=2)
+
+    def other() -> str:
+        with pytest.raises(UserError) as error:
+            fit(tmp_path, "run", devices=2, strategy="tp", resume=True)
+        return str(error.value)
+
+    for message in run_ranks(2, other):
+        assert "layout=shard 2 × zero 3 and this run has tensor 2" in message
+
+
+def test_without_a_plan_the_tensor_axis_is_refused() -> None:
+    def refused(plan: Any) -> str:
+        mesh = Mesh.join("cpu")
+        mesh.arrange({"tensor": 2})
+        model = Net()
+        model.tensor_plan = plan
+        with pytest.raises(UserError) as error:
+            place(model, mesh, parse("tp", 2))
+        return str(error.value)
+
+    assert "Net declares no tensor_plan" in run_ranks(2, refused, {})[0]
+    assert "'blocks.*.upp' is no module of Net" in run_ranks(2, refused, {"blocks.*.upp": "colwise"})[1]
+    assert "unknown style 'colwize'. Did you mean 'colwise'" in run_ranks(2, refused, {"out": "colwize"})[0]
+
+
+def lora_gradients(strategy: str, ranks: int, family: str) -> tuple[dict, int, int]:
+    """(gradients of an adapter after one step's worth of samples, weights held here, weights of the model)."""
+    from twofold.config.schema import LoraConfig
+    from twofold.models.lora import add_lora
+
+    mesh = Mesh.join("cpu")
+    layout = parse(strategy, ranks)
+    mesh.arrange(layout.sizes)
+    hf = reference.tiny_model(family)
+    abilities = examine(hf)
+    torch.manual_seed(3)
+    model = add_lora(hf, LoraConfig(r=4))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.05)
+    every = sum(p.numel() for p in model.parameters())
+    task = SFT(CausalLM(model, abilities))
+    placed = place(task.model, mesh, layout)
+    batch = task.collate(reference.tiny_samples(3, seed=1))
+    loss = task.loss(placed.module(**task.inputs(batch)), batch)
+    next(iter(loss.terms.values()))[0].backward()
+    held = sum((p._local_tensor if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    full = {
+        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).numpy()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    return full, held, every
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "phi3", "gpt2"])
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("tp", 2), ("fsdp:2,tp:2", 4)])
+def test_lora(family: str, strategy: str, ranks: int) -> None:
+    """Every rank has the same samples here, so that the mean over data ranks is the gradient of one process."""
+    expected, _, every = lora_gradients("single", 1, family)
+    assert max(np.abs(g).max() for g in expected.values()) > 0.01
+    for found, held, _ in run_ranks(ranks, lora_gradients, strategy, ranks, family):
+        assert found.keys() == expected.keys()
+        assert held < {"qwen3_moe": 0.85, "gpt2": 0.8}.get(family, 0.65) * every  # adapted experts, wpe: whole
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("tp", 2), ("fsdp:2,tp:2", 4)])
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_made_whole_again(strategy: str, ranks: int, family: str) -> None:
+    """What is gathered on rank 0 gives the logits of the model before it was placed; tied weights stay tied."""
+    ids = torch.arange(3, 15)[None]
+    expected = reference.tiny_model(family)(input_ids=ids).logits.detach()
+
+    def gathered() -> Any:
+        mesh = Mesh.join("cpu")
+        layout = parse(strategy, ranks)
+        mesh.arrange(layout.sizes)
+        model = reference.tiny_model(family)
+        parts = Whole(model)
+        wrapped = CausalLM(model, examine(model), packed=False)
+        place(wrapped, mesh, layout)
+        whole = parts.of(model, mesh.is_zero)
+        if whole is None:
+            return None
+        tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight  # type: ignore[operator, union-attr]
+        return whole(input_ids=ids).logits.detach(), tied
+
+    first, *others = run_ranks(ranks, gathered)
+    torch.testing.assert_close(first[0], expected)
+    assert first[1]
+    assert others == [None] * (ranks - 1)
+
+
+@pytest.mark.parametrize("keep", [0, 1 << 30])
+def test_the_head_in_slices_of_the_vocabulary(keep: int) -> None:
+    """53 rows over 3 ranks (18, 18, 17), in chunks, with a mean and a bias; expected from torch's log_softmax."""
+    from twofold.ops import logps
+
+    def sliced() -> Any:
+        import torch.distributed as dist
+
+        mesh = Mesh.join("cpu")
+        logps.KEEP_BYTES, logps.CHUNK_BYTES = keep, 1
+        hidden, weight, bias, targets, up = case()
+        start, widest = 18 * mesh.rank, 18
+        part = logps.Slice(start, widest, 53, lambda x: dist.all_reduce(x, dist.ReduceOp.MAX), dist.all_reduce)
+        mine = [x[start : start + widest].detach().clone().requires_grad_() for x in (weight, bias)]
+        logp, mean = linear_logps(hidden, targets, mine[0], mine[1], with_mean=True, part=part)
+        grads = torch.autograd.grad((logp * up[0] + mean * up[1]).sum(), [hidden, *mine])
+        return [x.detach() for x in (logp, mean, *grads)]
+
+    def case() -> Any:
+        generator = torch.Generator().manual_seed(0)
+        new = {"generator": generator, "dtype": torch.double}
+        hidden, weight = torch.randn(70, 12, **new).requires_grad_(), torch.randn(53, 12, **new).requires_grad_()
+        bias, targets = torch.randn(53, **new).requires_grad_(), torch.randint(53, (70,), generator=generator)
+        return hidden, weight, bias, targets, torch.randn(2, 70, **new)
+
+    hidden, weight, bias, targets, up = case()
+    everything = F.log_softmax(F.linear(hidden, weight, bias), -1)
+    logp, mean = everything.gather(1, targets[:, None])[:, 0], everything.mean(-1)
+    expected = torch.autograd.grad((logp * up[0] + mean * up[1]).sum(), [hidden, weight, bias])
+    found = run_ranks(3, sliced)
+    for one in found:
+        torch.testing.assert_close(one[:3], [logp.detach(), mean.detach(), expected[0]])
+    torch.testing.assert_close(torch.cat([one[3] for one in found]), expected[1])
+    torch.testing.assert_close(torch.cat([one[4] for one in found]), expected[2])
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_fp16(tmp_path: Path, strategy: str, ranks: int) -> None:
+    """Close to fp32 from the same weights, and learning; the first steps may be skipped while the scale is found."""
+    exact = fit(tmp_path, "exact", devices=1)
+    settings = {"precision": 16, "devices": ranks, "strategy": strategy}
+    run = (lambda *a, **k: [fit(*a, **k)]) if ranks == 1 else (lambda *a, **k: run_ranks(2, fit, *a, **k))
+    for found in run(tmp_path, "half", **settings):
+        assert found != exact
+        np.testing.assert_allclose(found[0], exact[0], rtol=0.01)
+        assert found[-1] < 0.2 * found[0]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_loss_scale_skips_and_adjusts(fused: bool) -> None:
+    """Against torch's GradScaler: the same scales and the same weights over good and overflowing steps."""
+    ours, theirs = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    mine = torch.optim.AdamW([ours], lr=0.1, fused=fused)
+    other = torch.optim.AdamW([theirs], lr=0.1, fused=fused)
+    scale = LossScale(torch.device("cpu"), initial=8.0, interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    for step in range(9):
+        gradient = torch.tensor([1.0, 2.0, float("inf") if step in (3, 4) else 3.0])
+        ours.grad = gradient.clone()
+        scale.step(mine, mine, gradient.isfinite().all())
+        theirs.grad = gradient * scaler.scale(torch.ones(()))
+        scaler.unscale_(other)
+        scaler.step(other)
+        scaler.update()
+        assert float(scale.scale) == scaler.get_scale()
+        torch.testing.assert_close(ours, theirs)

@@ -1,0 +1,71 @@
+"""The words of `strategy=`: what they mean, and what is refused with which remedy."""
+
+import pytest
+import torch
+
+from twofold.errors import UserError
+from twofold.mesh.mesh import Mesh
+from twofold.parallel import Parallel, parse
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "nodes", "expected"),
+    [
+        ("auto", 4, 1, Parallel(replicate=4)),
+        ("ddp", 2, 1, Parallel(replicate=2)),
+        ("single", 1, 1, Parallel()),
+        ("zero1", 4, 1, Parallel(shard=4, zero=1)),
+        ("zero2", 4, 1, Parallel(shard=4, zero=2)),
+        ("zero3", 4, 1, Parallel(shard=4)),
+        ("fsdp", 4, 1, Parallel(shard=4)),
+        ("fsdp,offload", 4, 1, Parallel(shard=4, offload=True)),
+        ("fsdp:2,tp:2", 4, 1, Parallel(shard=2, tensor=2)),
+        ("fsdp,tp:2", 8, 1, Parallel(shard=4, tensor=2)),
+        ("ddp:2, fsdp:2, tp:2", 8, 1, Parallel(replicate=2, shard=2, tensor=2)),
+        ("hsdp:2", 8, 1, Parallel(replicate=4, shard=2)),
+        ("hsdp", 8, 2, Parallel(replicate=2, shard=4)),
+        ("hsdp,tp:2", 16, 2, Parallel(replicate=2, shard=4, tensor=2)),
+        ("tp", 2, 1, Parallel(tensor=2)),
+        (Parallel(shard=2, zero=2), 2, 1, Parallel(shard=2, zero=2)),
+    ],
+)
+def test_words(strategy: str | Parallel, ranks: int, nodes: int, expected: Parallel) -> None:
+    assert parse(strategy, ranks, nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "message"),
+    [
+        ("fsdpp", 2, r"unknown strategy 'fsdpp'\. Did you mean 'fsdp'"),
+        ("pp:2", 2, r"'pp' is not in this version yet\. Here are: .*fsdp.*tp"),
+        ("fsdp:2,fsdp:2", 4, r"names the shard axis twice"),
+        ("fsdp:x", 2, r"'fsdp:x' needs a number of ranks after the colon, as in 'fsdp:2'"),
+        ("fsdp,tp", 4, r"only one word may be without a number"),
+        ("fsdp:2,tp:2", 2, r"is for 4 rank\(s\), and devices × num_nodes is 2: set devices=4, or strategy='tp:2'"),
+        ("fsdp:3", 4, r"set devices=3, or strategy='fsdp:4'"),
+        ("hsdp", 4, r"hsdp on one node needs the number of ranks that share a copy: strategy='hsdp:2'"),
+        ("zero1,tp:2", 4, r"zero1 splits the optimizer over all ranks and goes with no other word"),
+        ("ddp,offload", 2, r"offload needs a shard axis: strategy='fsdp,offload'"),
+    ],
+)
+def test_what_cannot_be(strategy: str, ranks: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse(strategy, ranks)
+
+
+def test_sizes_are_numbers_of_ranks() -> None:
+    with pytest.raises(UserError, match="shard must be a number of ranks from 1 on, not 0"):
+        Parallel(shard=0)
+    with pytest.raises(UserError, match="zero must be 1, 2 or 3, not 4"):
+        Parallel(shard=2, zero=4)
+
+
+def test_places_on_the_mesh() -> None:
+    """Eight ranks as replicate 2 × shard 2 × tensor 2: the tensor axis is the innermost."""
+    found = []
+    for rank in range(8):
+        mesh = Mesh(rank, 8, rank, torch.device("cpu"), sizes={"replicate": 2, "shard": 2, "tensor": 2})
+        found.append((mesh.coordinate("replicate", "shard"), mesh.coordinate("tensor"), mesh.coordinate("context")))
+    assert found == [(rank // 2, rank % 2, 0) for rank in range(8)]
+    assert mesh.size("replicate", "shard") == 4
+    assert mesh.size("context") == 1
