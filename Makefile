@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 PIP_FLAGS = -q --disable-pip-version-check -c constraints.txt
 TORCH = torch $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test matrix lint bench clean
 
 setup: .venv/.ready
 
@@ -30,6 +30,9 @@ demo: setup
 
 test: setup
 	.venv/bin/python -m pytest -n 2
+
+matrix: setup
+	.venv/bin/python -m pytest -n 2 -m "full or not full" tests/test_law_matrix.py
 
 lint: setup
 	.venv/bin/ruff check .

@@ -253,6 +253,23 @@ def test_fp16(tmp_path: Path, strategy: str, ranks: int) -> None:
         assert found[-1] < 0.2 * found[0]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_bf16_gradients_are_summed_in_fp32(strategy: str) -> None:
+    """256 + 1 + 1 over three ranks: in bf16 each 1 would be rounded away, and 85.5 be left of 86."""
+
+    def mean() -> float:
+        mesh = Mesh.join("cpu")
+        mesh.arrange(parse(strategy, 3).sizes)
+        model = nn.Linear(1, 3, bias=False, dtype=torch.bfloat16)
+        placed = place(model, mesh, parse(strategy, 3))
+        value = 256.0 if mesh.rank == 0 else 1.0
+        placed.module(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
+        grad = model.weight.grad
+        return float((grad.full_tensor() if isinstance(grad, DTensor) else grad)[0])  # type: ignore[index]
+
+    assert run_ranks(3, mean) == [86.0] * 3
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_loss_scale_skips_and_adjusts(fused: bool) -> None:
     """Against torch's GradScaler: the same scales and the same weights over good and overflowing steps."""

@@ -15,6 +15,7 @@ import templates as t
 import torch
 import yaml
 from ranks import run_ranks
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from twofold import Callback, SFTConfig, SFTTrainer, UserError
@@ -82,7 +83,8 @@ def fit(base: Path, folder: Path, name: str, evaluate: bool = False, **more: Any
     settings = DEFAULTS | {"folder": str(folder), "name": name, "callbacks": [seen]} | more
     trainer = SFTTrainer(str(base), rows(11), rows(5, seed=9) if evaluate else None, args=args, **settings)
     trainer.train()
-    weights = reference.parameters(trainer.model.hf)
+    held = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in trainer.model.hf.named_parameters()}
+    weights = {n: p.detach().clone().numpy() for n, p in held.items() if p.requires_grad}
     return [r["loss"] for r in seen.rows], [r["loss"] for r in seen.evals], weights, seen.warnings
 
 
@@ -111,6 +113,22 @@ def test_full_fine_tuning_on_one_and_two_ranks_equals_a_plain_loop(base: Path, t
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
         for name, value in weights.items():
             np.testing.assert_allclose(trained[name], value, rtol=0, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tp"])
+def test_weights_in_parts_from_rows_to_an_export(base: Path, tmp_path: Path, strategy: str) -> None:
+    """Training, evaluation with samples, a checkpoint, and an export that loads to the weights of a plain loop."""
+    expected, weights = expected_losses(base, 10)
+    _, evals, _, _ = fit(base, tmp_path, "one", evaluate=True, eval_steps=5)
+    settings = {"devices": 2, "strategy": strategy, "evaluate": True, "eval_steps": 5, "eval_samples": 1}
+    for losses, evaluations, trained, _ in run_ranks(2, fit, base, tmp_path, "two", **settings):
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        np.testing.assert_allclose(evaluations, evals, rtol=1e-5)
+        for name, value in weights.items():
+            np.testing.assert_allclose(trained[name], value, rtol=0, atol=2e-5, err_msg=name)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "export")
+    for name, value in reference.parameters(exported).items():
+        np.testing.assert_allclose(value, weights[name], rtol=0, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -7,13 +7,12 @@ With the optimizer in parts (ZeRO stage 1, arXiv 1910.02054) each rank updates s
 to the others, by PyTorch's ZeroRedundancyOptimizer.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +32,8 @@ def replicate(model: nn.Module, mesh: Mesh, shard_optimizer: bool = False) -> Pl
     devices = [mesh.device.index] if mesh.device.type == "cuda" else None
     kwargs = {"gradient_as_bucket_view": True, _BUFFERS: False}
     ddp = DistributedDataParallel(model, device_ids=devices, **kwargs)  # type: ignore[arg-type]
+    if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters() if p.requires_grad):
+        ddp.register_comm_hook(mesh.world_size, _mean_in_fp32)
 
     def accumulate(last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else ddp.no_sync()
@@ -41,6 +42,17 @@ def replicate(model: nn.Module, mesh: Mesh, shard_optimizer: bool = False) -> Pl
     if shard_optimizer:
         placed.optimizer = _in_parts
     return placed
+
+
+def _mean_in_fp32(ranks: int, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Gradients of low precision are summed in fp32: rounding at each rank's addition would lose small ones.
+
+    DDP checks the annotations of this function, so they must not be strings here.
+    """
+    gradients = bucket.buffer()
+    work = dist.all_reduce(gradients.float(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: gradients.copy_(done.value()[0] / ranks))
 
 
 def _in_parts(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], **options: Any) -> Any:
