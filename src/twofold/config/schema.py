@@ -162,7 +162,7 @@ class RunConfig(Group):
         default="auto", description="Workers of each node. -1 = every GPU."
     )
     num_nodes: int = Field(default=1, gt=0, description="Number of machines.")
-    strategy: str = Field(default="auto", min_length=1, description="How the work is spread: ddp, fsdp, tp, fsdp:2,tp:2 …")
+    strategy: str = Field(default="auto", min_length=1, description="How the work is spread: ddp, fsdp, fsdp:2,tp:2 …")
     precision: Literal[32, 16, "32", "16", "bf16", "bf16-mixed", "bf16-true", "16-mixed"] = Field(
         default=32, description="Number format of the computation; 16 = 16-mixed, bf16 = bf16-mixed."
     )
