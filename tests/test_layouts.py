@@ -1,5 +1,6 @@
 """Layouts through the Trainer: modules of one's own, resume, adapters, fp16, exports, what a rank holds."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from twofold import Callback, Loss, Task, Trainer
+from twofold.engine.checkpoint import Checkpoints, Progress, load_weights
+from twofold.engine.optim import decay_groups
 from twofold.engine.scaler import LossScale
+from twofold.engine.step import MicroBatch, TrainStep
 from twofold.errors import UserError
 from twofold.mesh.mesh import Mesh
 from twofold.methods.sft import SFT
@@ -106,6 +110,46 @@ def test_resume_is_bit_exact(tmp_path: Path, strategy: str) -> None:
     first = run_ranks(2, fit, tmp_path, "parts", max_steps=5, **where)
     second = run_ranks(2, fit, tmp_path, "parts", resume=True, **where)
     assert [a + b for a, b in zip(first, second, strict=True)] == expected
+
+
+def moe_step(strategy: str, ranks: int, folder: Path, resume: bool) -> dict[str, np.ndarray]:
+    """A step of AdamW and a checkpoint, or a second step from it; the weights afterwards."""
+    mesh = Mesh.join("cpu")
+    layout = parse(strategy, ranks)
+    mesh.arrange(layout.sizes)
+    hf = reference.tiny_model("qwen3_moe")
+    task = SFT(CausalLM(hf, examine(hf)))
+    placed = place(task.model, mesh, layout)
+    optimizer = placed.optimizer(torch.optim.AdamW, decay_groups(task.model, 0.0), lr=1e-2, fused=True)
+    step = TrainStep(task, placed, optimizer, mesh, nullcontext, lambda b: b, 1.0)
+    checkpoints, batch = Checkpoints(folder, mesh), MicroBatch(task.collate(reference.tiny_samples(3)))
+    if resume:
+        checkpoints.load(folder / "step-00000001", step, {})
+        step([batch])
+    else:
+        step([batch])
+        checkpoints.save(step, Progress(step=1), {}, best=False)
+        saved = {f"saved {n}": x for n, x in weights_of(hf).items()}
+        step([batch])
+        return saved | weights_of(hf)
+    return weights_of(hf)
+
+
+def weights_of(hf: nn.Module) -> dict[str, np.ndarray]:
+    full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in hf.named_parameters()}
+    return {n: x.detach().clone().numpy() for n, x in full.items()}
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("tp", 2), ("fsdp:2,tp:2", 4)])
+def test_a_checkpoint_of_fused_experts_in_slices(tmp_path: Path, strategy: str, ranks: int) -> None:
+    """Gate and up are one weight, split in strides: the checkpoint holds it in its true order, and resumes."""
+    straight = run_ranks(ranks, moe_step, strategy, ranks, tmp_path, False)[0]
+    resumed = run_ranks(ranks, moe_step, strategy, ranks, tmp_path, True)[0]
+    model = reference.tiny_model("qwen3_moe")
+    load_weights(tmp_path / "step-00000001", CausalLM(model, examine(model)))
+    for name, p in model.named_parameters():
+        np.testing.assert_array_equal(p.detach().numpy(), straight[f"saved {name}"], err_msg=name)
+        np.testing.assert_array_equal(resumed[name], straight[name], err_msg=name)
 
 
 def test_another_layout_is_not_resumed_in_silence(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from twofold.engine.step import TrainStep
 from twofold.errors import UserError
@@ -83,7 +85,7 @@ class Checkpoints:
                 work.mkdir(parents=True)
             self.mesh.barrier()
             with _quiet():
-                dcp.save(_state(step, self.mesh.rank), checkpoint_id=work)
+                dcp.save(_in_blocks(_state(step, self.mesh.rank)), checkpoint_id=work)
             if self.mesh.is_zero:
                 _commit(
                     work,
@@ -115,9 +117,11 @@ class Checkpoints:
         _same_run(path, saved, facts, self.mesh.world_size)
         model, optimizer = step.placed.model, local_optimizer(step.optimizer)
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        state = _state(step, self.mesh.rank)
+        now = _state(step, self.mesh.rank)
+        state = _in_blocks(now)
         with _quiet():
             dcp.load(state, checkpoint_id=path)
+        state = _laid_out_as(state, now)
         set_model_state_dict(model, state["model"], options=_MODEL)
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_OPTIMIZER)
         for group, mine in zip(optimizer.param_groups, groups, strict=True):
@@ -145,6 +149,33 @@ def _state(step: TrainStep, rank: int) -> dict[str, Any]:
         f"random.{rank}": random_state(),
     }
     return state if step.scaler is None else state | {"loss_scale": step.scaler.state()}
+
+
+def _in_blocks(state: dict[str, Any]) -> dict[str, Any]:
+    """The same with every tensor split into one block per rank: DCP would write the strided parts of a fused weight
+    (gate and up of experts on the tensor axis) as if they were one block."""
+
+    def block(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: block(value) for name, value in x.items()}
+        if not isinstance(x, DTensor) or not any(isinstance(p, _StridedShard) for p in x.placements):
+            return x
+        return x.redistribute(placements=[Shard(p.dim) if isinstance(p, _StridedShard) else p for p in x.placements])
+
+    return {name: block(value) for name, value in state.items()}
+
+
+def _laid_out_as(state: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The state with every tensor laid out as in another one of the same names."""
+
+    def laid_out(x: Any, like: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: laid_out(value, like[name]) for name, value in x.items()}
+        if not isinstance(x, DTensor) or x.placements == like.placements:
+            return x
+        return x.redistribute(placements=like.placements)
+
+    return {name: laid_out(value, other[name]) for name, value in state.items()}
 
 
 def _trained(model: nn.Module) -> dict[str, Any]:

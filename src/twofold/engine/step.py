@@ -259,7 +259,7 @@ class TrainStep:
                 with self.autocast():
                     again = self.task.loss(self.placed.model(**self.task.inputs(batch)), batch)
                 weights = {name: term[1] for name, term in again.terms.items()}
-            sums.add(Loss({name: (0.0, weights[name]) for name in loss.terms}), micro.real)
+            sums.add(Loss({name: (0.0, weights[name]) for name in loss.terms}), micro.real and self.placed.counts)
         sums.all_reduce(self.mesh)()
         first = sums.weight(next(iter(sums.terms)))
         return {name: _ratio(first, sums.weight(name)) for name in sums.terms}
