@@ -16,8 +16,8 @@ def plain_optimizer(kind: type[torch.optim.Optimizer], groups: list[dict[str, An
     return kind(groups, **options)
 
 
-def every_micro_batch(last: bool) -> AbstractContextManager[None]:
-    """Nothing to do around a micro-batch."""
+def nothing_around(last: bool) -> AbstractContextManager[None]:
+    """A micro-batch needs no more than its own passes."""
     return nullcontext()
 
 
@@ -34,6 +34,6 @@ class Placed:
     model: nn.Module
     module: nn.Module
     gradient_scale: float = 1.0
-    accumulate: Callable[[bool], AbstractContextManager[None]] = every_micro_batch
+    accumulate: Callable[[bool], AbstractContextManager[None]] = nothing_around
     optimizer: Callable[..., Any] = plain_optimizer
     counts: bool = True
