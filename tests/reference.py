@@ -73,11 +73,15 @@ def batch_loss(model: Any, samples: Sequence[dict[str, np.ndarray]], smoothing: 
 
 
 def gradients(model: nn.Module) -> dict[str, np.ndarray]:
-    return {n: p.grad.detach().clone().numpy() for n, p in model.named_parameters() if p.grad is not None}
+    """By name; a tied weight stands under both of its names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {n: p.grad.detach().clone().numpy() for n, p in named if p.grad is not None}
 
 
 def parameters(model: nn.Module) -> dict[str, np.ndarray]:
-    return {n: p.detach().clone().numpy() for n, p in model.named_parameters() if p.requires_grad}
+    """By name; a tied weight stands under both of its names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {n: p.detach().clone().numpy() for n, p in named if p.requires_grad}
 
 
 def train(

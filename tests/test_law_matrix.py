@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from twofold.data.order import Cut, Order
 from twofold.engine.feed import Feed
 from twofold.engine.optim import decay_groups
-from twofold.engine.step import TrainStep
+from twofold.engine.step import StepResult, TrainStep
 from twofold.mesh.mesh import Mesh
 from twofold.methods.sft import SFT
 from twofold.models.causal_lm import CausalLM, examine
@@ -77,15 +77,20 @@ def on_layout(family: str, strategy: str) -> tuple[list[float], dict, dict]:
     optimizer = placed.optimizer(torch.optim.SGD, groups, lr=lr, momentum=0.9)
     lengths = [len(s["input_ids"]) for s in SAMPLES]
     mine, ranks = mesh.coordinate(*DATA_AXES), mesh.size(*DATA_AXES)
-    feed = Feed(SAMPLES, lengths, task.collate, ORDER, Cut(tokens=40), mine, ranks)
+    feed = Feed(SAMPLES, lengths, task.collate, ORDER, Cut(tokens=40), mine, ranks, *layout.micro_batches)
     step = TrainStep(task, placed, optimizer, mesh, nullcontext, lambda b: b, CLIP)
     losses, first = [], {}
     for k, micro_batches in enumerate(feed.steps(0, STEPS)):
         if k == 0:
             first = _first_gradients(step, micro_batches, losses)
         else:
-            losses.append(step(micro_batches).sums.read()["loss"])
-    return losses, first, {n: whole(p) for n, p in model.named_parameters()}
+            losses.append(_loss(step(micro_batches), mesh))
+    return losses, first, {n: whole(p) for n, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _loss(result: StepResult, mesh: Mesh) -> float:
+    result.sums.settle(mesh)
+    return result.sums.read()["loss"]
 
 
 def _first_gradients(step: TrainStep, micro_batches: Any, losses: list[float]) -> dict[str, np.ndarray]:
@@ -94,14 +99,14 @@ def _first_gradients(step: TrainStep, micro_batches: Any, losses: list[float]) -
     update = step.optimizer.step
 
     def keep_and_update(*args: Any, **kwargs: Any) -> None:
-        named = dict(step.placed.model.hf.named_parameters())  # type: ignore[union-attr, operator]
+        named = dict(step.placed.model.hf.named_parameters(remove_duplicate=False))  # type: ignore[union-attr, operator]
         kept.update({n: whole(p.grad) for n, p in named.items() if p.grad is not None})
         update(*args, **kwargs)
 
     step.optimizer.step = keep_and_update  # type: ignore[method-assign]
     result = step(micro_batches, want_norm=True)
     step.optimizer.step = update  # type: ignore[method-assign]
-    losses.append(result.sums.read()["loss"])
+    losses.append(_loss(result, step.mesh))
     norm = float(result.grad_norm)  # type: ignore[arg-type]
     return {n: g * max(1.0, (norm + 1e-6) / CLIP) for n, g in kept.items()}
 
@@ -111,14 +116,16 @@ def test_losses_and_gradients(family: str, strategy: str) -> None:
     losses, first, weights = expected(family)
     assert min(losses[-2:]) < 0.85 * losses[0]
     ranks = parse_size(strategy)
-    for found, gradients, ends in run_ranks(ranks, on_layout, family, strategy):
-        assert max(np.abs(g).max() for g in first.values()) > 0.01
-        assert gradients.keys() == first.keys()
-        for name, value in first.items():
-            np.testing.assert_allclose(gradients[name], value, rtol=0, atol=1e-6, err_msg=name)
+    assert max(np.abs(g).max() for g in first.values()) > 0.01
+    every = run_ranks(ranks, on_layout, family, strategy)
+    for found, gradients, ends in every:
+        assert gradients.keys() == ends.keys()
+        for name, value in gradients.items():
+            np.testing.assert_allclose(value, first[name], rtol=0, atol=1e-6, err_msg=name)
         np.testing.assert_allclose(found, losses, rtol=1e-5)
-        for name, value in weights.items():
-            np.testing.assert_allclose(ends[name], value, rtol=0, atol=2e-5, err_msg=name)
+        for name, value in ends.items():
+            np.testing.assert_allclose(value, weights[name], rtol=0, atol=2e-5, err_msg=name)
+    assert {name for _, gradients, _ in every for name in gradients} == first.keys()  # stages hold some each
 
 
 def parse_size(strategy: str) -> int:

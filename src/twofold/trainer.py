@@ -81,6 +81,7 @@ class Trainer:
         self.callbacks = list(callbacks)
         self.device_type, self.devices = resolve(accelerator, devices)
         self.layout = parse(strategy, self.devices * num_nodes, num_nodes)
+        _check_batch(self.layout, self.config.global_batch_size)
         _check_precision(precision)
         if self.run_config.resume is True and self.run_config.name is None:
             raise UserError("run.resume=true needs run.name: which run of the folder is to go on?")
@@ -162,7 +163,7 @@ class Trainer:
             "seed": order.seed,
         }
         facts |= {"shuffle": order.shuffle, "layout": str(self.layout), **(extras.facts or {})}
-        seed_everything(self.config.seed + mesh.coordinate(*DATA_AXES))
+        seed_everything(self.config.seed + mesh.coordinate("pipeline", *DATA_AXES))
         progress, resumed = Progress(), find(checkpoints.folder, self.run_config.resume)
         if resumed is not None:
             progress = checkpoints.load(resumed, step, facts)
@@ -193,11 +194,13 @@ class Trainer:
             raise UserError(
                 "train.micro_batch_tokens needs samples of tokens: for this task set train.micro_batch_size."
             )
+        _check_batch(self.layout, source.global_batch_size)
         order = Order(len(source.data), source.global_batch_size, self.config.seed, source.shuffle)
         cut = extras.cut or Cut(self.config.micro_batch_tokens, self.config.micro_batch_size)
         pin, workers = mesh.device.type == "cuda", source.workers or extras.workers
         mine, ranks = mesh.coordinate(*DATA_AXES), mesh.size(*DATA_AXES)
-        return Feed(source.data, lengths, source.collate, order, cut, mine, ranks, workers, pin)
+        least, multiple = self.layout.micro_batches
+        return Feed(source.data, lengths, source.collate, order, cut, mine, ranks, least, multiple, workers, pin)
 
     def _watchers(self) -> list[Callback]:
         """What writes the run folder and the console, then the user's own callbacks."""
@@ -243,6 +246,16 @@ def _check_precision(precision: int | str) -> None:
     Precision.parse(precision)
 
 
+def _check_batch(layout: Parallel, samples: int) -> None:
+    """A schedule of the pipeline needs some micro-batches, and a micro-batch a sample."""
+    least, ranks = layout.micro_batches[0], layout.replicate * layout.shard
+    if samples < least * ranks:
+        raise UserError(
+            f"strategy {layout} needs {least} micro-batches a step on each of {ranks} data rank(s), and a step has "
+            f"{samples} samples: set train.global_batch_size={least * ranks} or more, a smaller pp, or gpipe."
+        )
+
+
 def _check_task(task: Any) -> None:
     for name in ("inputs", "loss", "collate", "weights"):
         if not callable(getattr(task, name, None)):
@@ -256,8 +269,9 @@ def _check_task(task: Any) -> None:
 def _info(trainer: Trainer, loop: Loop, extras: Extras) -> dict[str, Any]:
     """The start table, row by row, and where the run begins and ends."""
     config, mesh, model = trainer.config, loop.mesh, loop.task.model
-    every = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    whole = model if loop.parts is None else loop.parts.shape
+    every = sum(p.numel() for p in whole.parameters())
+    trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
     order = loop.train.order
     epochs = loop.max_steps / order.steps_per_epoch
     plan = f"{loop.max_steps} steps · {epochs:.1f} epochs · {config.optimizer}, {config.schedule} lr {config.lr:.1e}"

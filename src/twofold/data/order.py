@@ -99,14 +99,29 @@ def _first_fit(batches: list[list[int]], used: list[int], costs: Sequence[int], 
     return None
 
 
-def micro_batches(samples: Sequence[int], costs: Sequence[int] | None, ranks: int, how: Cut) -> list[list[list[int]]]:
-    """[rank][micro-batch] -> samples. Every rank gets the same number of micro-batches; an empty one is filler:
-    the rank computes something and counts it with weight zero, so that no rank waits for another for ever."""
-    if ranks == 1:
-        return [cut(samples, costs, how)]
-    plan = [cut(part, costs, how) for part in share(samples, costs, ranks)]
-    most = max(len(batches) for batches in plan)
+def micro_batches(
+    samples: Sequence[int], costs: Sequence[int] | None, ranks: int, how: Cut, least: int = 1, multiple: int = 1
+) -> list[list[list[int]]]:
+    """[rank][micro-batch] -> samples. Every rank gets the same number of micro-batches, at least `least` and a
+    multiple of `multiple` (what a pipeline's schedule needs): the costliest are halved where there are too few. An
+    empty one is filler: the rank computes something and counts it with weight zero, so that no rank waits for another
+    for ever."""
+    shares = share(samples, costs, ranks) if ranks > 1 else [samples]
+    plan = [cut(part, costs, how) for part in shares]
+    most = max(least, *(len(batches) for batches in plan))
+    most = ceil(most / multiple) * multiple
+    plan = [_halved(batches, costs, most) if least > 1 else batches for batches in plan]
     return [batches + [[]] * (most - len(batches)) for batches in plan]
+
+
+def _halved(batches: list[list[int]], costs: Sequence[int] | None, wanted: int) -> list[list[int]]:
+    """More micro-batches, by halving the costliest that has more than one sample."""
+    batches = list(batches)
+    while len(batches) < wanted and any(len(batch) > 1 for batch in batches):
+        costly = max((b for b in batches if len(b) > 1), key=lambda b: sum(costs[s] for s in b) if costs else len(b))
+        batches.remove(costly)
+        batches += share(costly, costs, 2)
+    return batches
 
 
 def evaluation_batches(samples: int, costs: Sequence[int] | None, ranks: int, how: Cut) -> list[list[list[int]]]:

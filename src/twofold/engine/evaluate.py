@@ -9,34 +9,37 @@ from typing import Any
 import torch
 
 from twofold.engine.feed import Feed
-from twofold.engine.step import Sums
+from twofold.engine.sums import Sums
 from twofold.mesh.mesh import Mesh
+from twofold.parallel.placed import Placed
 from twofold.task import Task
 
 
 @torch.no_grad()
 def evaluate(
     task: Task,
+    placed: Placed,
     feed: Feed,
     mesh: Mesh,
     autocast: Callable[[], AbstractContextManager[Any]],
     to_device: Callable[[Any], Any],
-    counts: bool = True,
 ) -> dict[str, float]:
-    """The loss (divided by its weight over the whole set) and the metrics of `task`, in evaluation mode.
-
-    counts: whether this rank's sums are counted (`Placed.counts`).
-    """
+    """The loss (divided by its weight over the whole set) and the metrics of `task`, in evaluation mode."""
     was_training = task.model.training
     task.model.eval()
-    sums = Sums()
+    pipeline = placed.pipeline
+    sums = Sums(everywhere=pipeline is None)
     try:
         for micro in feed.once():
             batch = to_device(micro.batch)
+            inputs = task.inputs(batch)
             with autocast():
-                loss = task.loss(task.model(**task.inputs(batch)), batch)
-            sums.add(loss, micro.real and counts)
+                output = placed.model(**inputs) if pipeline is None else pipeline.evaluate(inputs, autocast)
+                if pipeline is not None and not pipeline.ends_here:
+                    continue
+                sums.add(task.loss(output, batch), micro.real and placed.counts)
     finally:
         task.model.train(was_training)
     sums.all_reduce(mesh)()
+    sums.settle(mesh)
     return sums.read()

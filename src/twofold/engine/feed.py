@@ -17,7 +17,8 @@ from twofold.engine.step import MicroBatch
 @dataclass
 class Feed:
     """data: anything with len and [i]; lengths: the cost of each sample, or None where all cost the same;
-    collate: samples -> batch; workers: loader processes (they only read ahead: a step's samples never change)."""
+    collate: samples -> batch; least, multiple: micro-batches that a step needs (`Parallel.micro_batches`);
+    workers: loader processes (they only read ahead: a step's samples never change)."""
 
     data: Any
     lengths: Sequence[int] | None
@@ -26,12 +27,15 @@ class Feed:
     cut: Cut
     rank: int
     ranks: int
+    least: int = 1
+    multiple: int = 1
     workers: int = 0
     pin_memory: bool = False
 
     def plan(self, step: int) -> list[list[int]]:
         """This rank's micro-batches of a step, as sample indices; an empty one is filler."""
-        return micro_batches(self.order.step(step), self.lengths, self.ranks, self.cut)[self.rank]
+        samples = self.order.step(step)
+        return micro_batches(samples, self.lengths, self.ranks, self.cut, self.least, self.multiple)[self.rank]
 
     def units(self, step: int) -> int:
         """The tokens (or samples, where all cost the same) of a step over all ranks."""

@@ -41,14 +41,15 @@ def _parts(x: Tensor) -> int:
 def global_norm(gradients: Sequence[Tensor], mesh: Mesh) -> Tensor:
     """The Euclidean norm of all gradients of the model, fp64 [], alike on every rank.
 
-    Squares are summed over all ranks, those of a gradient in n parts counted n / world_size times, so that every
-    number counts once whatever axes it is spread over. Nothing is sent where every rank holds everything.
+    Squares are summed over all ranks, those of a gradient in n parts counted n / (ranks that have its layer) times, so
+    that every number counts once whatever axes it is spread over. Nothing is sent where every rank holds everything.
     """
+    ranks = mesh.world_size // mesh.size("pipeline")
     groups: dict[int, list[Tensor]] = {}
     for gradient in gradients:
         groups.setdefault(_parts(gradient), []).append(local(gradient))
     norms: dict[int, Any] = {n: torch.nn.utils.get_total_norm(group).double() for n, group in groups.items()}
-    if set(norms) <= {1}:
+    if ranks == mesh.world_size and set(norms) <= {1}:
         return norms.get(1, torch.zeros((), dtype=torch.float64))
-    squares = torch.stack([norm.square() * (n / mesh.world_size) for n, norm in norms.items()]).sum()
+    squares = sum((norm.square() * (n / ranks) for n, norm in norms.items()), torch.zeros((), dtype=torch.float64))
     return mesh.all_reduce_sum(squares.to(mesh.device)).sqrt()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from twofold.config.schema import TrainConfig
@@ -21,7 +20,8 @@ from twofold.engine.checkpoint import Checkpoints, Progress
 from twofold.engine.evaluate import evaluate
 from twofold.engine.feed import Feed
 from twofold.engine.optim import schedule
-from twofold.engine.step import StepResult, Sums, TrainStep
+from twofold.engine.step import StepResult, TrainStep
+from twofold.engine.sums import Sums
 from twofold.mesh.mesh import Mesh
 from twofold.monitor.callback import Callback
 from twofold.monitor.memory import process_memory_mb
@@ -87,7 +87,7 @@ class Loop:
     def whole(self) -> nn.Module | None:
         """The model in one piece, on rank 0. Every rank must call it."""
         if self.parts is not None:
-            return self.parts.of(self.task.model, self.mesh.is_zero)
+            return self.parts.of(self.task.model, self.mesh)
         return self.task.model if self.mesh.is_zero else None
 
     def _listeners(self) -> list[Callback]:
@@ -141,7 +141,7 @@ class Loop:
         """
         skips = self.step.scaler is not None  # it has not used such a gradient
         for step, past in self.unchecked:
-            past.sums.settle()
+            past.sums.settle(self.mesh)
             finite_loss = all(math.isfinite(past.sums.total(name)) for name in past.sums.terms)
             if not finite_loss or not (past.grad_norm is None or skips or math.isfinite(past.grad_norm)):
                 raise NotFinite(self._blame(step, past, finite_loss))
@@ -151,13 +151,9 @@ class Loop:
     def _blame(self, k: int, result: StepResult, finite_loss: bool) -> str:
         """Names the step, the samples and the last good checkpoint."""
         plan = self.train.plan(k)
-        mine = [
-            s for part, total in zip(plan, result.local, strict=True) if not math.isfinite(float(total)) for s in part
-        ]
-        found: list[list[int]] = [mine]
-        if self.mesh.world_size > 1:
-            found = [[] for _ in range(self.mesh.world_size)]
-            dist.all_gather_object(found, mine)
+        totals: Sequence[Any] = result.local or [0.0] * len(plan)  # in a pipeline only the last stage has them
+        mine = [s for part, total in zip(plan, totals, strict=True) if not math.isfinite(float(total)) for s in part]
+        found = self.mesh.gather_objects(mine)
         samples = sorted({s for part in found for s in part} or self.train.order.step(k))
         shown = ", ".join(str(s + 1) for s in samples[:32]) + (" …" if len(samples) > 32 else "")
         latest = self.checkpoints.folder / "latest"
@@ -188,8 +184,8 @@ class Loop:
         """Evaluates, tells it, and returns whether this is the best loss so far."""
         assert self.evaluation is not None
         step, paused = self.progress.step, time.perf_counter()
-        counts = self.step.placed.counts
-        row = evaluate(self.task, self.evaluation, self.mesh, self.autocast, self.step.to_device, counts)
+        placed = self.step.placed
+        row = evaluate(self.task, placed, self.evaluation, self.mesh, self.autocast, self.step.to_device)
         best = self.progress.best_loss is None or row["loss"] < self.progress.best_loss
         if best:
             self.progress.best_loss, self.progress.best_step = row["loss"], step

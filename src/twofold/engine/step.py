@@ -20,6 +20,8 @@ from torch import Tensor
 
 from twofold.engine.gradients import global_norm, gradients_of, local
 from twofold.engine.scaler import LossScale
+from twofold.engine.sums import Sums, ratio
+from twofold.errors import UserError
 from twofold.mesh.mesh import Mesh
 from twofold.parallel.data import local_optimizer
 from twofold.parallel.placed import Placed
@@ -33,125 +35,6 @@ class MicroBatch:
     batch: Any
     real: bool = True
     samples: Sequence[int] = ()
-
-
-Pair = tuple[Any, Any]  # (total, weight): scalar tensors without a graph, or Python numbers
-
-
-class Sums:
-    """Totals and weights of the terms (with their coefficients) and metrics of any number of micro-batches.
-
-    Pairs are only collected, and added up (in fp64) when somebody reads: a step costs no arithmetic here.
-    """
-
-    def __init__(self) -> None:
-        self.terms: dict[str, list[Pair]] = {}
-        self.metrics: dict[str, list[Pair]] = {}
-        self.coefficients: dict[str, float] = {}
-
-    def add(self, loss: Loss, real: bool) -> None:
-        """Adds a micro-batch; of a filler only the names."""
-        for name, term in loss.terms.items():
-            if len(term) > 2:
-                self.coefficients[name] = term[2]
-            _append(self.terms, name, term, real)
-        for name, pair in loss.metrics.items():
-            _append(self.metrics, name, pair, real)
-
-    def settle(self) -> None:
-        """Reads every pair as Python numbers. Waits for the device."""
-        for pairs in (*self.terms.values(), *self.metrics.values()):
-            total, weight = _sum(pairs)
-            pairs[:] = [(float(total), float(weight))]
-
-    def merge(self, other: Sums) -> None:
-        """Adds what another step has settled."""
-        self.coefficients |= other.coefficients
-        for mine, theirs in ((self.terms, other.terms), (self.metrics, other.metrics)):
-            for name, [(total, weight)] in theirs.items():
-                before = mine.get(name)
-                mine[name] = [(before[0][0] + total, before[0][1] + weight) if before else (total, weight)]
-
-    def state(self) -> dict[str, Any]:
-        """Settled sums as JSON."""
-        return {"terms": self.terms, "metrics": self.metrics, "coefficients": self.coefficients}
-
-    @classmethod
-    def restored(cls, state: Mapping[str, Any]) -> Sums:
-        """The sums that `state` gave."""
-        sums = cls()
-        sums.coefficients = dict(state["coefficients"])
-        for mine, kept in ((sums.terms, state["terms"]), (sums.metrics, state["metrics"])):
-            mine |= {name: [(total, weight) for total, weight in pairs] for name, pairs in kept.items()}
-        return sums
-
-    def all_reduce(self, mesh: Mesh) -> Callable[[], None]:
-        """Begins to sum everything over the ranks, in one exchange; call what it returns to have the sums."""
-        if mesh.world_size == 1:
-            return lambda: None
-        lists = [*self.terms.values(), *self.metrics.values()]
-        local = [x for pairs in lists for x in _sum(pairs)]
-        flat = torch.stack([torch.as_tensor(x, device=mesh.device).double() for x in local])
-        wait = mesh.start_all_reduce_sum(flat)
-
-        def finish() -> None:
-            wait()
-            for pairs, total, weight in zip(lists, flat[::2], flat[1::2], strict=True):
-                pairs[:] = [(total, weight)]
-
-        return finish
-
-    def weight(self, name: str) -> Any:
-        """The weight of a term: a Python number where all its weights are."""
-        return _sum(self.terms[name])[1]
-
-    def total(self, name: str) -> Any:
-        return _sum(self.terms[name])[0]
-
-    def read(self) -> dict[str, float]:
-        """Everything as Python numbers: the loss, each term where there are several, and each metric."""
-        terms = {name: _ratio(*map(float, _sum(pairs))) for name, pairs in self.terms.items()}
-        row = {"loss": sum(self.coefficients.get(name, 1.0) * value for name, value in terms.items())}
-        if len(terms) > 1:
-            row |= terms
-        return row | {name: _ratio(*map(float, _sum(pairs))) for name, pairs in self.metrics.items()}
-
-
-def _append(into: dict[str, list[Pair]], name: str, pair: Sequence[Any], real: bool) -> None:
-    made = (_detached(pair[0]), _detached(pair[1])) if real else (0.0, 0.0)
-    if name in into:
-        into[name].append(made)
-    else:
-        into[name] = [made]
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _sum(pairs: Sequence[Pair]) -> Pair:
-    """(sum of the totals, sum of the weights)."""
-    if len(pairs) == 1:
-        return pairs[0]
-    return _add([total for total, _ in pairs]), _add([weight for _, weight in pairs])
-
-
-def _add(values: Sequence[Any]) -> Any:
-    tensors = [v for v in values if isinstance(v, Tensor)]
-    numbers = sum(v for v in values if not isinstance(v, Tensor))
-    if not tensors:
-        return numbers
-    if any(t.dtype != tensors[0].dtype for t in tensors):
-        tensors = [t.double() for t in tensors]
-    total = torch.stack(tensors).sum(dtype=torch.float64)
-    return total + numbers if numbers else total
-
-
-def _ratio(total: Any, weight: Any) -> Any:
-    """total / weight, and 0 where there is no weight."""
-    if isinstance(weight, Tensor):
-        return total / torch.where(weight == 0, 1.0, weight)
-    return total / weight if weight else total * 0.0
 
 
 @dataclass
@@ -186,6 +69,15 @@ class TrainStep:
         self._last_factor: tuple[Any, Any] = (None, None)
 
     def __call__(self, micro_batches: Sequence[MicroBatch], want_norm: bool = False) -> StepResult:
+        run = self._one_after_another if self.placed.pipeline is None else self._through_stages
+        sums, parts, scale = run(micro_batches)
+        grad_norm = self._update(scale, want_norm)
+        for p in self.parameters:
+            p.grad = None
+        return StepResult(sums, grad_norm, parts)
+
+    def _one_after_another(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sums, list[Tensor], Any]:
+        """(sums, each micro-batch's total, what gradients are to be multiplied by)."""
         sums, parts = Sums(), []
         ratios: dict[str, Any] | None = None
         alone = len(micro_batches) == 1 and self.mesh.world_size == 1 and self.scaler is None
@@ -201,14 +93,44 @@ class TrainStep:
                     have_sums = sums.all_reduce(self.mesh)  # while the last backward pass runs
                 objective = _objective(loss, ratios)
                 # Alone, its weight is the whole step's: divide now, and save a pass over the gradients.
-                factor = _ratio(1.0, next(iter(loss.terms.values()))[1]) if alone else self._factor(micro.real)
+                factor = ratio(1.0, next(iter(loss.terms.values()))[1]) if alone else self._factor(micro.real)
                 objective.backward(self._like(factor, objective))
             parts.append(objective.detach())
         have_sums()
-        grad_norm = self._update(1.0 if alone else self._scale(sums), want_norm)
-        for p in self.parameters:
-            p.grad = None
-        return StepResult(sums, grad_norm, parts)
+        return sums, parts, 1.0 if alone else self._scale(sums.weight(next(iter(sums.terms))))
+
+    def _through_stages(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sums, list[Tensor], Any]:
+        """The same for a model in stages: only the ranks of the last one have losses."""
+        assert self.placed.pipeline is not None
+        batches = [self.to_device(micro.batch) for micro in micro_batches]
+        sums, parts, ratios = Sums(everywhere=False), [], self._known_ratios(batches, micro_batches)
+
+        def loss_of(output: Any, i: int) -> Tensor:
+            loss = self.task.loss(output, batches[i])
+            if len(loss.terms) > 1 and not ratios:
+                raise UserError(
+                    f"strategy 'pp': a loss of several terms needs their weights beforehand: give "
+                    f"{type(self.task).__name__} a method weights(batch)."
+                )
+            sums.add(loss, micro_batches[i].real and self.placed.counts)
+            objective = _objective(loss, ratios)
+            parts.append(objective.detach())
+            return objective * self._like(self._factor(micro_batches[i].real), objective)
+
+        self.placed.pipeline.run([self.task.inputs(batch) for batch in batches], loss_of, self.autocast)
+        weight = sums.weight(next(iter(sums.terms))) if sums.terms else 0.0
+        total = self.mesh.all_reduce_sum(torch.as_tensor(weight, dtype=torch.float64, device=self.mesh.device).clone())
+        return sums, parts, self._scale(total)
+
+    def _known_ratios(self, batches: Sequence[Any], micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
+        """The ratios of `_ratios` from `Task.weights`, where the task has it."""
+        weights = [self.task.weights(batch) for batch in batches]
+        sums, counts = Sums(), self.placed.counts and self.mesh.coordinate("pipeline") == 0
+        for found, micro in zip(weights, micro_batches, strict=True):
+            if found is None or len(found) == 1:
+                return {}
+            sums.add(Loss({name: (0.0, weight) for name, weight in found.items()}), micro.real and counts)
+        return _ratios_of(sums, self.mesh)
 
     def _factor(self, real: bool) -> Any:
         """What gradients of a micro-batch count: a filler's nothing."""
@@ -223,16 +145,16 @@ class TrainStep:
             self._last_factor = (factor, made)
         return self._last_factor[1]
 
-    def _scale(self, sums: Sums) -> Any:
+    def _scale(self, weight: Any) -> Any:
         """What turns the gradients of sums into those of the loss: 1 / the first term's weight over the step."""
-        scale = _ratio(self.placed.gradient_scale, sums.weight(next(iter(sums.terms))))
+        scale = ratio(self.placed.gradient_scale, weight)
         return scale if self.scaler is None else scale / self.scaler.scale.double()
 
     def _update(self, scale: Any, want_norm: bool) -> Tensor | None:
         """Scales and clips the gradients in one pass, and steps. Returns the norm before clipping, if it was needed."""
         gradients, norm = gradients_of(self.parameters), None
         if self.clip is not None or want_norm or self.scaler is not None:
-            norm = global_norm(gradients, self.mesh) * scale
+            norm = global_norm(self._counted(gradients), self.mesh) * scale
         if self.clip is not None and norm is not None:
             scale = scale * (self.clip / (norm + 1e-6)).clamp(max=1.0)
         if isinstance(scale, Tensor):
@@ -245,6 +167,11 @@ class TrainStep:
         else:
             self.optimizer.step()
         return norm
+
+    def _counted(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Without those of tied weights that another stage's copy stands for."""
+        again = self.placed.pipeline.counted_elsewhere() if self.placed.pipeline is not None else ()
+        return gradients_of(p for p in self.parameters if id(p) not in again) if again else gradients
 
     @torch.no_grad()
     def _ratios(self, loss: Loss, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
@@ -260,9 +187,13 @@ class TrainStep:
                     again = self.task.loss(self.placed.model(**self.task.inputs(batch)), batch)
                 weights = {name: term[1] for name, term in again.terms.items()}
             sums.add(Loss({name: (0.0, weights[name]) for name in loss.terms}), micro.real and self.placed.counts)
-        sums.all_reduce(self.mesh)()
-        first = sums.weight(next(iter(sums.terms)))
-        return {name: _ratio(first, sums.weight(name)) for name in sums.terms}
+        return _ratios_of(sums, self.mesh)
+
+
+def _ratios_of(sums: Sums, mesh: Mesh) -> dict[str, Any]:
+    sums.all_reduce(mesh)()
+    first = sums.weight(next(iter(sums.terms)))
+    return {name: ratio(first, sums.weight(name)) for name in sums.terms}
 
 
 def _objective(loss: Loss, ratios: Mapping[str, Any]) -> Tensor:

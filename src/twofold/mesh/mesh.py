@@ -7,13 +7,14 @@ axes (replicate, shard, tensor, …): torch's `DeviceMesh`, built once, here, wh
 
 import atexit
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -110,6 +111,14 @@ class Mesh:
         """The process group of an axis."""
         return self.sub(axis).get_group()
 
+    def part_of(self, axis: str, coordinates: Sequence[int]) -> Any:
+        """A process group of the ranks at these places of an axis, one group for every place on the other axes: the
+        one of this rank, None if it has none or is alone there. Every rank calls it."""
+        ranks = np.arange(self.world_size).reshape(tuple(self.sizes.values()))
+        lines = np.moveaxis(ranks, list(self.sizes).index(axis), -1).reshape(-1, self.size(axis))[:, list(coordinates)]
+        group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
+        return group if len(coordinates) > 1 else None
+
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Replaces each tensor by rank 0's, in place."""
         if self.world_size > 1:
@@ -129,6 +138,14 @@ class Mesh:
             return lambda: None
         work = dist.all_reduce(tensor, async_op=True)
         return lambda: work.wait() if work is not None else None
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Every rank's value, by rank (pickled)."""
+        if self.world_size == 1:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value)
+        return found
 
     def broadcast_object(self, value: T) -> T:
         """Rank 0's value, on every rank (pickled; the other ranks' argument is ignored)."""

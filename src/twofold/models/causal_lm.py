@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from twofold.models import attention
 from twofold.ops.logps import Slice, chunked_logps, linear_logps
+from twofold.parallel.stages import Skip
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class CausalLM(nn.Module):
         self.hf = model
         self.abilities = abilities
         self.packed = packed and abilities.packed
+        self.hidden_dtype = torch.float32
         if self.packed:
             bare(model).set_attn_implementation(attention.NAME)
 
@@ -72,9 +74,14 @@ class CausalLM(nn.Module):
         a target; targets: [n] token ids; inputs: what else the decoder takes (position_ids, attention_mask,
         sample_lengths). Returns (logp, mean or None), fp32 [n] each: see `twofold.ops.logps.linear_logps`.
         """
-        model = bare(self.hf)
-        hidden = decoder(model)(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
+        hidden = decoder(bare(self.hf))(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
+        return self._logps(hidden, predict_at, targets, with_mean)
+
+    def _logps(
+        self, hidden: Tensor, predict_at: Tensor, targets: Tensor, with_mean: bool
+    ) -> tuple[Tensor, Tensor | None]:
         hidden = hidden.flatten(0, 1).index_select(0, predict_at)
+        model = bare(self.hf)
         head = model.get_output_embeddings()
         if self.abilities.plain_head and type(head) is nn.Linear:
             weight, bias, part = _local(head)
@@ -86,6 +93,47 @@ class CausalLM(nn.Module):
         from twofold.models import tensor_plan
 
         tensor_plan.split(bare(self.hf), devices)
+
+    # The pipeline axis (`parallel/stages.py`)
+
+    @property
+    def pipeline_plan(self) -> list[str | tuple[str, ...]]:
+        from twofold.models import pipeline_plan
+
+        return pipeline_plan.plan(self)
+
+    def check_stages(self, stages: Sequence[Sequence[tuple[str, ...]]]) -> None:
+        from twofold.models import pipeline_plan
+
+        self.hidden_dtype = bare(self.hf).get_input_embeddings().weight.dtype
+        pipeline_plan.check(self, stages)
+
+    def stand_in(self, name: str) -> nn.Module | None:
+        from twofold.models import pipeline_plan
+
+        return pipeline_plan.Nothing() if name.endswith(pipeline_plan.ADDED) else None
+
+    def stage_activation(self, input_ids: Tensor, **inputs: Any) -> Tensor:
+        """What passes between stages: hidden states, [rows, tokens, width]."""
+        width = bare(self.hf).config.get_text_config().hidden_size
+        return torch.empty((*input_ids.shape, width), dtype=self.hidden_dtype, device="meta")
+
+    def run_stage(
+        self,
+        activation: Tensor | None,
+        input_ids: Tensor,
+        predict_at: Tensor,
+        targets: Tensor,
+        with_mean: bool = False,
+        **inputs: Any,
+    ) -> Any:
+        """`forward` on one stage: takes hidden states unless it is the first, returns them unless it is the last."""
+        model = bare(self.hf)
+        given = {"input_ids": input_ids} if activation is None else {"inputs_embeds": activation}
+        hidden = decoder(model)(**given, use_cache=False, **inputs).last_hidden_state
+        if isinstance(model.get_output_embeddings(), Skip):
+            return hidden
+        return self._logps(hidden, predict_at, targets, with_mean)
 
 
 def _local(head: nn.Linear) -> tuple[Tensor, Tensor | None, Slice | None]:
@@ -174,12 +222,12 @@ def _examine(hf: Any) -> Abilities:
     alone = decoder(hf)(input_ids=ids, use_cache=False).last_hidden_state
     logits = hf(input_ids=ids, use_cache=False).logits[0]
     head = hf.get_output_embeddings()
-    if not _close(head_logits(hf, alone[0]), logits):
+    if not close(head_logits(hf, alone[0]), logits):
         raise NotCausalLM(
             f"{type(hf).__name__} does more between its decoder and its logits than a head can be asked for"
         )
     large = 1000 * alone[0]  # soft-capping shows only where logits are large
-    plain = type(head) is nn.Linear and _close(F.linear(large, head.weight, head.bias), head_logits(hf, large))
+    plain = type(head) is nn.Linear and close(F.linear(large, head.weight, head.bias), head_logits(hf, large))
     why = _why_not_packed(hf, ids, lengths, torch.cat([alone[0], alone[1, :4]]))
     return Abilities(packed=not why, plain_head=plain, why=why)
 
@@ -198,10 +246,10 @@ def _why_not_packed(hf: Any, ids: Tensor, lengths: Sequence[int], expected: Tens
             packed = decoder(hf)(input_ids=row, use_cache=False, **inputs).last_hidden_state[0]
     except Exception as error:  # any failure means the same: this model runs with padding
         return f"{name} fails on concatenated samples ({type(error).__name__}: {str(error).splitlines()[0][:80]})"
-    return "" if _close(packed, expected) else f"{name} mixes concatenated samples"
+    return "" if close(packed, expected) else f"{name} mixes concatenated samples"
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def close(a: Tensor, b: Tensor) -> bool:
     """Equal up to the rounding of the dtype, relative to the largest value."""
     tolerance = 1e-4 if a.dtype == torch.float32 else 5e-2 if a.dtype in (torch.float16, torch.bfloat16) else 1e-8
     a, b = a.double(), b.double()

@@ -28,18 +28,8 @@ def shard(model: nn.Module, mesh: Mesh, layout: Parallel) -> Placed:
     counts = mesh.coordinate("tensor") == 0
     if mesh.size(*DATA_AXES) == 1:
         return Placed(model, model, counts=counts)
-    low = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters() if p.requires_grad)
-    options: dict[str, Any] = {
-        "mesh": mesh.sub(*DATA_AXES),
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32) if low else MixedPrecisionPolicy(),
-        "offload_policy": _offload() if layout.offload else OffloadPolicy(),
-    }
-    for block in blocks(model):
-        if layout.shard > 1:
-            fully_shard(block, reshard_after_forward=layout.zero == 3, **options)
-        else:
-            replicate(block, **options)
-    root: Any = fully_shard(model, **options) if layout.shard > 1 else replicate(model, **options)
+    spread(model, mesh, layout, reshard=layout.zero == 3)
+    root: Any = model
     each_time = layout.shard > 1 and layout.zero == 3
 
     @contextmanager
@@ -48,6 +38,28 @@ def shard(model: nn.Module, mesh: Mesh, layout: Parallel) -> Placed:
         yield
 
     return Placed(model, model, float(mesh.size(*DATA_AXES)), accumulate, counts=counts)
+
+
+def spread(model: nn.Module, mesh: Mesh, layout: Parallel, reshard: bool) -> None:
+    """Puts a model, in place, on the data axes, if there are any. reshard: drop a block's weights after its forward
+    pass, and gather them again for its backward pass."""
+    if mesh.size(*DATA_AXES) == 1:
+        return
+    low = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters() if p.requires_grad)
+    options: dict[str, Any] = {
+        "mesh": mesh.sub(*DATA_AXES),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32) if low else MixedPrecisionPolicy(),
+        "offload_policy": _offload() if layout.offload else OffloadPolicy(),
+    }
+    for block in blocks(model):
+        if layout.shard > 1:
+            fully_shard(block, reshard_after_forward=reshard, **options)
+        else:
+            replicate(block, **options)
+    if layout.shard > 1:
+        fully_shard(model, **options)
+    else:
+        replicate(model, **options)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

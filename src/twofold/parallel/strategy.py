@@ -6,6 +6,8 @@
     zero3, fsdp  weights too
     hsdp         parts within groups of ranks, copies of the groups
     tp           tensor: each weight matrix split, all ranks work on the same samples
+    pp           pipeline: each rank holds some of the layers, and micro-batches pass through; its schedule is one
+                 word more: gpipe, 1f1b (the default), interleaved, zero-bubble, zbv or dualpipev, as in "pp:2,zbv"
 
 Words are joined by commas and may carry a number of ranks: "fsdp:2,tp:2". At most one word without a number takes the
 ranks that are left. The word "offload" keeps parts on the CPU between uses (with zero2, zero3, fsdp, hsdp).
@@ -18,6 +20,7 @@ from math import prod
 from typing import Any
 
 from twofold.errors import UserError, nearest
+from twofold.parallel.schedules import SCHEDULES
 
 # word -> (axis, zero stage)
 WORDS = {
@@ -28,10 +31,11 @@ WORDS = {
     "fsdp": ("shard", 3),
     "hsdp": ("shard", 3),
     "tp": ("tensor", 0),
+    "pp": ("pipeline", 0),
 }
 STRATEGIES = ("auto", "single", *WORDS)
-PLANNED = ("pp", "cp", "ep")
-AXES = ("replicate", "shard", "tensor")
+PLANNED = ("cp", "ep")
+AXES = ("pipeline", "replicate", "shard", "tensor")
 """Outermost first: ranks of the last axis are neighbours, inside a node."""
 DATA_AXES = ("replicate", "shard")
 """Axes whose ranks work on different samples."""
@@ -42,7 +46,8 @@ class Parallel:
     """Ranks along each axis of the mesh.
 
     replicate: copies of the model, each on a share of a step's samples; shard: ranks that hold a copy in parts, each
-    on a share of the samples too; tensor: ranks that split every weight matrix and work on the same samples.
+    on a share of the samples too; tensor: ranks that split every weight matrix and work on the same samples;
+    pipeline: ranks that hold some of the layers each, and schedule: in which order they run a step's micro-batches.
     zero: what the shard axis splits: 1 the optimizer's state, 2 gradients too, 3 weights too. offload: parts of
     weights, gradients and the optimizer's state stay on the CPU.
     """
@@ -50,6 +55,8 @@ class Parallel:
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
+    pipeline: int = 1
+    schedule: str = "1f1b"
     zero: int = 3
     offload: bool = False
 
@@ -59,7 +66,9 @@ class Parallel:
                 raise UserError(f"Parallel: {axis} must be a number of ranks from 1 on, not {size!r}.")
         if self.zero not in (1, 2, 3):
             raise UserError(f"Parallel: zero must be 1, 2 or 3, not {self.zero!r}.")
-        if self.shard > 1 and self.zero == 1 and (self.replicate > 1 or self.tensor > 1 or self.offload):
+        if self.schedule not in SCHEDULES:
+            raise UserError(f"Parallel: unknown schedule '{self.schedule}'. {nearest(self.schedule, SCHEDULES)}")
+        if self.shard > 1 and self.zero == 1 and (self.world_size > self.shard or self.offload):
             raise UserError("zero1 splits the optimizer over all ranks and goes with no other word: use zero2 or fsdp.")
         if self.offload and self.shard == 1:
             raise UserError("offload needs a shard axis: strategy='fsdp,offload'.")
@@ -76,12 +85,19 @@ class Parallel:
     @property
     def splits_weights(self) -> bool:
         """Whether a rank holds parts of weights only."""
-        return self.tensor > 1 or (self.shard > 1 and self.zero > 1)
+        return self.tensor > 1 or self.pipeline > 1 or (self.shard > 1 and self.zero > 1)
+
+    @property
+    def micro_batches(self) -> tuple[int, int]:
+        """(least number, divisor) of the micro-batches that a step of each rank must have."""
+        return SCHEDULES[self.schedule].micro_batches(self.pipeline) if self.pipeline > 1 else (1, 1)
 
     def __str__(self) -> str:
         parts = [f"{axis} {size}" for axis, size in self.sizes.items() if size > 1]
         if self.shard > 1:
             parts.append(f"zero {self.zero}")
+        if self.pipeline > 1:
+            parts.append(self.schedule)
         return " × ".join(parts + ["offload"] * self.offload) or "single"
 
 
@@ -102,12 +118,15 @@ def _read(strategy: str, world_size: int, num_nodes: int) -> Parallel:
     if strategy == "single":
         return Parallel()
     sizes: dict[str, int | None] = {}
-    zero, offload = 3, False
+    zero, offload, schedule = 3, False, ""
     words = [word.strip() for word in strategy.split(",")]
     for word in words:
         name, _, number = word.partition(":")
         if word == "offload":
             offload = True
+            continue
+        if word in SCHEDULES:
+            schedule = word
             continue
         axis, stage = _axis(name, strategy)
         if axis in sizes:
@@ -117,6 +136,10 @@ def _read(strategy: str, world_size: int, num_nodes: int) -> Parallel:
     if "hsdp" in (word.partition(":")[0] for word in words):
         sizes = _hybrid(sizes, world_size, num_nodes)
     found: dict[str, Any] = dict(_filled(sizes, strategy, world_size))
+    if schedule:
+        if "pipeline" not in found:
+            raise UserError(f"strategy '{strategy}': '{schedule}' is a schedule of the pipeline: add 'pp' to it.")
+        found["schedule"] = schedule
     return Parallel(**found, zero=zero, offload=offload)
 
 
@@ -126,7 +149,7 @@ def _axis(name: str, strategy: str) -> tuple[str, int]:
             f"strategy '{strategy}': '{name}' is not in this version yet. Here are: {', '.join(STRATEGIES)}."
         )
     if name not in WORDS:
-        raise UserError(f"unknown strategy '{strategy}'. {nearest(name, STRATEGIES)}")
+        raise UserError(f"unknown strategy '{strategy}'. {nearest(name, (*STRATEGIES, *SCHEDULES))}")
     return WORDS[name]
 
 
@@ -165,8 +188,11 @@ def _devices(layout: Parallel, num_nodes: int) -> str:
 
 def _fitting(layout: Parallel, world_size: int) -> str:
     """The nearest layout that these ranks make, in words."""
-    fixed = layout.tensor if world_size % layout.tensor == 0 else 1
-    rest = world_size // fixed
+    rest, words = world_size, []
+    for word, size in (("tp", layout.tensor), ("pp", layout.pipeline)):
+        if size > 1 and rest % size == 0:
+            rest //= size
+            words.append(f"{word}:{size}")
     data = "fsdp" if layout.shard > 1 else "ddp"
-    words = [f"{data}:{rest}"] * (rest > 1) + [f"tp:{fixed}"] * (fixed > 1)
+    words = [f"{data}:{rest}"] * (rest > 1) + words
     return f", or strategy='{','.join(words) or 'single'}'"
