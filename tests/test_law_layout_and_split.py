@@ -53,7 +53,9 @@ class KeepGradients(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         named = self.named
-        self.kept = {n: p.grad.clone().numpy() for n, p in named.named_parameters() if p.grad is not None}
+        self.kept = {
+            n: p.grad.clone().numpy() for n, p in named.named_parameters(remove_duplicate=False) if p.grad is not None
+        }
 
 
 def step_gradients(family: str, cut: Cut, packed: bool, smoothing: float = 0.0) -> tuple[dict, float]:

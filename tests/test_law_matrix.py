@@ -29,14 +29,16 @@ SAMPLES = reference.tiny_samples(11, seed=3)
 STEPS, BATCH, CLIP = 20, 6, 0.5
 LR = {"olmo2": 0.05}  # at 0.1, the others' rate, its steps amplify rounding to 1e-5 within 20 steps
 ORDER = Order(len(SAMPLES), BATCH, seed=5)
-TWO = ("ddp:2", "zero1:2", "zero2:2", "fsdp:2", "fsdp:2,offload", "tp:2")
-FOUR = ("ddp:2,fsdp:2", "fsdp:2,tp:2", "ddp:2,tp:2", "fsdp:4", "tp:4")
-EIGHT = ("ddp:2,fsdp:2,tp:2",)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
+PIPELINES = tuple(f"pp:2,{schedule}" for schedule in SCHEDULES)
+TWO = ("ddp:2", "zero1:2", "zero2:2", "fsdp:2", "fsdp:2,offload", "tp:2", *PIPELINES)
+FOUR = ("ddp:2,fsdp:2", "fsdp:2,tp:2", "ddp:2,tp:2", "fsdp:4", "tp:4", "pp:4")
+FOUR += ("pp:2,ddp:2,interleaved", "pp:2,fsdp:2", "pp:2,fsdp:2,zbv", "pp:2,tp:2", "pp:2,tp:2,dualpipev")
+EIGHT = ("ddp:2,fsdp:2,tp:2", "pp:2,fsdp:2,tp:2")
 EVERY_DAY = {
-    *((family, layout) for family in reference.FAMILIES for layout in ("fsdp:2", "tp:2")),
-    *(("llama", layout) for layout in TWO + FOUR + EIGHT),
-    *(("qwen2", layout) for layout in FOUR),
-    ("qwen3", "fsdp:2,tp:2"),
+    *((family, layout) for family in reference.FAMILIES for layout in ("fsdp:2", "tp:2", "pp:2,1f1b")),
+    *(("llama", layout) for layout in (*TWO, "ddp:2,fsdp:2,tp:2")),
+    *(("qwen2", layout) for layout in (*FOUR, "pp:2,zbv", "pp:2,fsdp:2,tp:2")),
     ("qwen3_moe", "fsdp:2,tp:2"),
     ("gpt2", "tp:4"),
 }

@@ -80,9 +80,12 @@ def _outside(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 LAYOUTS = [("single", 1), ("ddp", 4), ("zero2", 4), ("fsdp", 4), ("hsdp:2", 4), ("tp", 2), ("fsdp:2,tp:2", 4)]
+LAYOUTS += [("ddp:2,fsdp:2,tp:2", 8), ("pp:2,zbv", 2), ("pp:2,fsdp:2,tp:2,zbv", 8)]
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [*LAYOUTS, ("ddp:2,fsdp:2,tp:2", 8)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [*LAYOUTS, ("ddp:2,fsdp:2,tp:2", 8), ("pp:2,zbv", 2), ("pp:2,fsdp:2,tp:2,zbv", 8)]
+)
 @pytest.mark.parametrize("frozen_head", [False, True])
 def test_a_step_runs_on_fake_tensors(strategy: str, ranks: int, frozen_head: bool) -> None:
     """In a forked process, so that the fake process group stays there."""

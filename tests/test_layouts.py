@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from ranks import run_ranks
+from ranks import RankFailed, run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -30,19 +30,20 @@ from twofold.parallel.whole import Whole
 
 
 class Net(nn.Module):
-    """Two blocks; the plan is all that the tensor axis needs."""
+    """Three blocks; the plans are all that the tensor and pipeline axes need."""
 
     tensor_plan: ClassVar = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    pipeline_plan: ClassVar = ["blocks", "out"]
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.out = nn.Linear(6, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = x + block(x)
+            x = block(x)
         return self.out(x)
 
 
@@ -52,7 +53,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x)))
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Weighted(Task):
@@ -73,6 +74,13 @@ class TwoTerms(Weighted):
     def loss(self, output: Any, batch: Any) -> Loss:
         [(total, weight)] = super().loss(output, batch).terms.values()
         return Loss({"mse": (total, weight), "size": (output.abs().sum(), len(output), 0.3)})
+
+
+class Weighed(TwoTerms):
+    """Which says them beforehand, as a pipeline needs."""
+
+    def weights(self, batch: Any) -> dict[str, Any]:
+        return {"mse": batch["weight"].sum(), "size": len(batch["x"])}
 
 
 def rows(n: int = 23) -> list[dict[str, Any]]:
@@ -116,12 +124,12 @@ def plain_losses(steps: int, optimizer: str, two_terms: bool = False) -> list[fl
     return losses
 
 
-def fit(folder: Path, name: str, two_terms: bool = False, **settings: Any) -> list[float]:
+def fit(folder: Path, name: str, task: type[Task] = Weighted, **settings: Any) -> list[float]:
     losses = Losses()
     options = {"lr": 0.02, "global_batch_size": 6, "micro_batch_size": 2, "logging_steps": 1, "accelerator": "cpu"}
     options |= {"schedule": "constant", "progress": "off", "max_steps": 12}
-    task = TwoTerms() if two_terms else Weighted()
-    Trainer(folder=str(folder), name=name, callbacks=[losses], **(options | settings)).fit(task, rows())
+    evaluated = rows(7) if settings.get("eval_steps") else None
+    Trainer(folder=str(folder), name=name, callbacks=[losses], **(options | settings)).fit(task(), rows(), evaluated)
     return losses.found
 
 
@@ -129,17 +137,27 @@ def fit(folder: Path, name: str, two_terms: bool = False, **settings: Any) -> li
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_module_of_ones_own(tmp_path: Path, optimizer: str, two_terms: bool) -> None:
     """Every axis against a plain loop: 12 steps with AdamW (fused) and SGD, clipping on, decay of matrices only."""
-    shared = {"optimizer": optimizer, "weight_decay": 0.01, "two_terms": two_terms}
+    task = TwoTerms if two_terms else Weighted
     expected = plain_losses(12, optimizer, two_terms)
     assert min(expected) < 0.9 * expected[0]
-    for strategy, ranks in (("zero1", 2), ("zero2", 2), ("fsdp", 2), ("tp", 2), ("fsdp:2,tp:2", 4), ("ddp:2,tp:2", 4)):
-        for found in run_ranks(ranks, fit, tmp_path, f"{strategy}-run", devices=ranks, strategy=strategy, **shared):
+    layouts = [("zero1", 2), ("zero2", 2), ("fsdp", 2), ("tp", 2), ("fsdp:2,tp:2", 4), ("ddp:2,tp:2", 4)]
+    pipelines = [("pp,gpipe", 2), ("pp,zbv", 2), ("pp:3", 3), ("pp:2,tp:2", 4), ("pp:2,fsdp:2,interleaved", 4)]
+    for strategy, ranks in layouts + pipelines:
+        own = Weighed if two_terms and "pp" in strategy else task
+        settings = {"optimizer": optimizer, "weight_decay": 0.01, "devices": ranks, "strategy": strategy}
+        for found in run_ranks(ranks, fit, tmp_path, f"{strategy}-run", own, **settings):
             np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=strategy)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "precision"), [("zero1", 32), ("zero2", 32), ("fsdp", 32), ("tp", 32), ("fsdp", 16), ("zero1", 16)]
-)
+def test_a_loss_of_several_terms_in_a_pipeline_needs_their_weights(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match=r"UserError: .*give TwoTerms a method weights"):
+        run_ranks(2, fit, tmp_path, "run", TwoTerms, devices=2, strategy="pp,gpipe")
+
+
+RESUMED = [("zero1", 32), ("zero2", 32), ("fsdp", 32), ("tp", 32), ("fsdp", 16), ("zero1", 16), ("pp,zbv", 32)]
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [*RESUMED, ("pp", 16)])
 def test_resume_is_bit_exact(tmp_path: Path, strategy: str, precision: int) -> None:
     """With fp16 the loss scale resumes too: it has been lowered before the stop."""
     where = {"devices": 2, "strategy": strategy, "precision": precision}
@@ -235,8 +253,12 @@ def lora_gradients(strategy: str, ranks: int, family: str) -> tuple[dict, int, i
     task = SFT(CausalLM(model, abilities))
     placed = place(task.model, mesh, layout)
     batch = task.collate(reference.tiny_samples(3, seed=1))
-    loss = task.loss(placed.module(**task.inputs(batch)), batch)
-    next(iter(loss.terms.values()))[0].backward()
+    if placed.pipeline is not None:
+        placed.pipeline.run(
+            [task.inputs(batch)], lambda output, _: task.loss(output, batch).terms["loss"][0], nullcontext
+        )
+    else:
+        task.loss(placed.module(**task.inputs(batch)), batch).terms["loss"][0].backward()
     held = sum((p._local_tensor if isinstance(p, DTensor) else p).numel() for p in model.parameters())
     full = {
         name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).numpy()
@@ -247,19 +269,24 @@ def lora_gradients(strategy: str, ranks: int, family: str) -> tuple[dict, int, i
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "phi3", "gpt2"])
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("tp", 2), ("fsdp:2,tp:2", 4)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("tp", 2), ("fsdp:2,tp:2", 4), ("pp,gpipe", 2)])
 def test_lora(family: str, strategy: str, ranks: int) -> None:
     """Every rank has the same samples here, so that the mean over data ranks is the gradient of one process."""
     expected, _, every = lora_gradients("single", 1, family)
     assert max(np.abs(g).max() for g in expected.values()) > 0.01
-    for found, held, _ in run_ranks(ranks, lora_gradients, strategy, ranks, family):
-        assert found.keys() == expected.keys()
+    every_rank = run_ranks(ranks, lora_gradients, strategy, ranks, family)
+    assert {name for found, _, _ in every_rank for name in found} == expected.keys()
+    for found, held, _ in every_rank:
+        assert "pp" in strategy or found.keys() == expected.keys()
         assert held < {"qwen3_moe": 0.85, "gpt2": 0.8}.get(family, 0.65) * every  # adapted experts, wpe: whole
-        for name, value in expected.items():
-            np.testing.assert_allclose(found[name], value, rtol=0, atol=2e-6, err_msg=name)
+        for name, value in found.items():
+            np.testing.assert_allclose(value, expected[name], rtol=0, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("tp", 2), ("fsdp:2,tp:2", 4)])
+PIPELINES = [("pp", 2), ("pp:2,zbv", 2), ("pp:2,fsdp:2,tp:2", 8)]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("tp", 2), ("fsdp:2,tp:2", 4), *PIPELINES])
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_made_whole_again(strategy: str, ranks: int, family: str) -> None:
     """What is gathered on rank 0 gives the logits of the model before it was placed; tied weights stay tied."""
@@ -274,7 +301,7 @@ def test_made_whole_again(strategy: str, ranks: int, family: str) -> None:
         parts = Whole(model)
         wrapped = CausalLM(model, examine(model), packed=False)
         place(wrapped, mesh, layout)
-        whole = parts.of(model, mesh.is_zero)
+        whole = parts.of(model, mesh)
         if whole is None:
             return None
         tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight  # type: ignore[operator, union-attr]

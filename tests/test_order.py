@@ -59,6 +59,16 @@ def test_a_rank_without_samples_gets_filler() -> None:
     assert micro_batches([4, 2], [1] * 5, 3, Cut()) == [[[2]], [[4]], [[]]]
 
 
+@pytest.mark.parametrize(("least", "multiple", "expected"), [(1, 1, 2), (2, 2, 2), (3, 1, 3), (4, 2, 4), (8, 4, 8)])
+def test_a_pipeline_has_the_micro_batches_it_needs(least: int, multiple: int, expected: int) -> None:
+    """Seven samples of ten tokens in micro-batches of forty: the larger ones are halved, filler is the rest."""
+    [plan] = micro_batches(range(7), [10] * 7, 1, Cut(tokens=40), least, multiple)
+    assert len(plan) == expected
+    assert sorted(s for batch in plan for s in batch) == list(range(7))
+    assert sum(not batch for batch in plan) == max(0, expected - 7)
+    assert max(map(len, plan)) == {2: 4, 3: 3, 4: 2, 8: 1}[expected]
+
+
 @pytest.mark.parametrize("n", [1, 7, 16])
 def test_an_evaluation_has_the_same_batches_on_any_number_of_ranks(n: int) -> None:
     costs = [3 * i % 11 + 1 for i in range(n)]

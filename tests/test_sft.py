@@ -115,7 +115,7 @@ def test_full_fine_tuning_on_one_and_two_ranks_equals_a_plain_loop(base: Path, t
             np.testing.assert_allclose(trained[name], value, rtol=0, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tp"])
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tp", "pp"])
 def test_weights_in_parts_from_rows_to_an_export(base: Path, tmp_path: Path, strategy: str) -> None:
     """Training, evaluation with samples, a checkpoint, and an export that loads to the weights of a plain loop."""
     expected, weights = expected_losses(base, 10)
@@ -124,8 +124,8 @@ def test_weights_in_parts_from_rows_to_an_export(base: Path, tmp_path: Path, str
     for losses, evaluations, trained, _ in run_ranks(2, fit, base, tmp_path, "two", **settings):
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
         np.testing.assert_allclose(evaluations, evals, rtol=1e-5)
-        for name, value in weights.items():
-            np.testing.assert_allclose(trained[name], value, rtol=0, atol=2e-5, err_msg=name)
+        for name, value in trained.items():  # in a pipeline each rank has some
+            np.testing.assert_allclose(value, weights[name], rtol=0, atol=2e-5, err_msg=name)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "export")
     for name, value in reference.parameters(exported).items():
         np.testing.assert_allclose(value, weights[name], rtol=0, atol=2e-5, err_msg=name)
@@ -294,7 +294,8 @@ def test_faults_of_the_user_are_one_line_and_exit_2_before_workers_start(base: P
         (("train.lrr=1",), "'train.lrr=1': train.lrr: unknown key. Did you mean 'lr'?"),
         (("data.train=trian.jsonl",), "there is no file trian.jsonl in this folder. Did you mean 'train.jsonl'?"),
         (("data.max_length=12",), "row 1: data.max_length=12 cuts all of its trained tokens away"),
-        (("run.strategy=pp",), "'pp' is not in this version yet"),
+        (("run.strategy=cp",), "'cp' is not in this version yet"),
+        (("run.strategy=pp,dualpipev", "train.global_batch_size=3"), "needs 4 micro-batches a step on each of 1 data"),
         (("model.path=./nowhere",), "model.path: ./nowhere is no model folder"),
         (("run.folder=train.jsonl",), "cannot write the run folder train.jsonl/first: "),
         (("run.accelerator=gpu",), "accelerator"),

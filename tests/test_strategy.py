@@ -6,6 +6,7 @@ import torch
 from twofold.errors import UserError
 from twofold.mesh.mesh import Mesh
 from twofold.parallel import Parallel, parse
+from twofold.parallel.schedules import SCHEDULES
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,8 @@ from twofold.parallel import Parallel, parse
         ("hsdp", 8, 2, Parallel(replicate=2, shard=4)),
         ("hsdp,tp:2", 16, 2, Parallel(replicate=2, shard=4, tensor=2)),
         ("tp", 2, 1, Parallel(tensor=2)),
+        ("pp", 2, 1, Parallel(pipeline=2, schedule="1f1b")),
+        ("pp:2,fsdp,zbv", 8, 1, Parallel(pipeline=2, shard=4, schedule="zbv")),
         (Parallel(shard=2, zero=2), 2, 1, Parallel(shard=2, zero=2)),
     ],
 )
@@ -37,7 +40,10 @@ def test_words(strategy: str | Parallel, ranks: int, nodes: int, expected: Paral
     ("strategy", "ranks", "message"),
     [
         ("fsdpp", 2, r"unknown strategy 'fsdpp'\. Did you mean 'fsdp'"),
-        ("pp:2", 2, r"'pp' is not in this version yet\. Here are: .*fsdp.*tp"),
+        ("cp:2", 2, r"'cp' is not in this version yet\. Here are: .*fsdp.*tp"),
+        ("fsdp:2,zbv", 2, r"'zbv' is a schedule of the pipeline: add 'pp' to it"),
+        ("pp:2,1fb1", 2, r"unknown strategy 'pp:2,1fb1'\. Did you mean '1f1b'"),
+        ("pp:2,fsdp:2", 2, r"is for 4 rank\(s\), .*: set devices=4, or strategy='pp:2'"),
         ("fsdp:2,fsdp:2", 4, r"names the shard axis twice"),
         ("fsdp:x", 2, r"'fsdp:x' needs a number of ranks after the colon, as in 'fsdp:2'"),
         ("fsdp,tp", 4, r"only one word may be without a number"),
@@ -58,6 +64,8 @@ def test_sizes_are_numbers_of_ranks() -> None:
         Parallel(shard=0)
     with pytest.raises(UserError, match="zero must be 1, 2 or 3, not 4"):
         Parallel(shard=2, zero=4)
+    with pytest.raises(UserError, match=r"unknown schedule '1f2b'\. Did you mean '1f1b'"):
+        Parallel(pipeline=2, schedule="1f2b")
 
 
 def test_places_on_the_mesh() -> None:
@@ -69,3 +77,21 @@ def test_places_on_the_mesh() -> None:
     assert found == [(rank // 2, rank % 2, 0) for rank in range(8)]
     assert mesh.size("replicate", "shard") == 4
     assert mesh.size("context") == 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "expected", "needs"),
+    [
+        ("gpipe", 4, [[0], [1], [2], [3]], (1, 1)),
+        ("1f1b", 4, [[0], [1], [2], [3]], (4, 1)),
+        ("interleaved", 2, [[0, 2], [1, 3]], (2, 2)),
+        ("zbv", 3, [[0, 5], [1, 4], [2, 3]], (3, 1)),
+        ("dualpipev", 2, [[0, 3], [1, 2]], (4, 1)),
+    ],
+)
+def test_stages_of_a_schedule(schedule: str, ranks: int, expected: list[list[int]], needs: tuple[int, int]) -> None:
+    kind = SCHEDULES[schedule]
+    assert [kind.stages_of(rank, ranks) for rank in range(ranks)] == expected
+    for rank, stages in enumerate(expected):
+        assert [kind.rank_of(stage, ranks) for stage in stages] == [rank] * len(stages)
+    assert Parallel(pipeline=ranks, schedule=schedule).micro_batches == needs

@@ -346,8 +346,8 @@ def test_data_that_cannot_be_trained_on(tmp_path: Path, data: Any, message: str)
     ("arguments", "message"),
     [
         ({"lrr": 1}, r"unknown argument 'lrr'\. Did you mean 'lr'"),
-        ({"strategy": "dpp"}, r"unknown strategy 'dpp'\. Did you mean 'ddp'"),
-        ({"strategy": "pp"}, r"'pp' is not in this version yet"),
+        ({"strategy": "dddp"}, r"unknown strategy 'dddp'\. Did you mean 'ddp'"),
+        ({"strategy": "cp"}, r"'cp' is not in this version yet"),
         ({"strategy": Parallel(replicate=4)}, r"is for 4 rank\(s\)"),
         ({"precision": "fp8"}, r"precision"),
         ({"accelerator": "gpu"}, r"cpu"),

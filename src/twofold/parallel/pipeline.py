@@ -235,11 +235,12 @@ class Pipeline:
 
 def _gradient(p: nn.Parameter) -> Tensor | None:
     """What this rank holds of a parameter's gradient, laid out as the parameter is."""
-    if not isinstance(p, DTensor) or p.grad is None:
-        return p.grad
-    if p.grad.placements != p.placements:
-        p.grad = p.grad.redistribute(placements=p.placements)
-    return p.grad._local_tensor
+    grad: Any = p.grad
+    if not isinstance(p, DTensor) or grad is None:
+        return grad
+    if grad.placements != p.placements:
+        p.grad = grad = grad.redistribute(placements=p.placements)
+    return grad._local_tensor
 
 
 def _like(meta: Tensor) -> Tensor:
