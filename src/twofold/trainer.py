@@ -163,7 +163,7 @@ class Trainer:
             "seed": order.seed,
         }
         facts |= {"shuffle": order.shuffle, "layout": str(self.layout), **(extras.facts or {})}
-        seed_everything(self.config.seed + mesh.coordinate("pipeline", *DATA_AXES))
+        seed_everything(self.config.seed + mesh.coordinate("pipeline", "context", *DATA_AXES))
         progress, resumed = Progress(), find(checkpoints.folder, self.run_config.resume)
         if resumed is not None:
             progress = checkpoints.load(resumed, step, facts)

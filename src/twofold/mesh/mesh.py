@@ -40,6 +40,7 @@ class Mesh:
     device: torch.device
     sizes: dict[str, int] = field(default_factory=dict)
     _devices: Any = field(default=None, repr=False)
+    _flat: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
     _owns_group: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +81,7 @@ class Mesh:
         if prod(sizes.values()) != self.world_size:
             raise ValueError(f"axes {dict(sizes)} are not for {self.world_size} ranks")
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
-        self._devices = None
+        self._devices, self._flat = None, {}
         if self.world_size > 1:
             names, shape = tuple(self.sizes), tuple(self.sizes.values())
             self._devices = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
@@ -100,12 +101,20 @@ class Mesh:
                 number = number * size + place[axis]
         return number
 
-    def sub(self, *axes: str) -> DeviceMesh:
-        """The part of torch's mesh that spans these axes (those of one rank are left out)."""
-        names = tuple(axis for axis in self.sizes if axis in axes)
+    def sub(self, *axes: str | tuple[str, ...]) -> DeviceMesh:
+        """The part of torch's mesh that spans these axes (those of one rank are left out); a tuple becomes one axis."""
         if self._devices is None:
             raise RuntimeError("Mesh.arrange comes first")
-        return self._devices[names if len(names) > 1 else names[0]]
+        names = []
+        for axis in axes:
+            several = [name for name in self.sizes if name in ((axis,) if isinstance(axis, str) else axis)]
+            if len(several) > 1:
+                flat = "_".join(several)
+                if flat not in self._flat:
+                    self._flat[flat] = self._devices[tuple(several)]._flatten(flat)
+                several = [flat]
+            names += several
+        return self._devices[tuple(names)] if len(names) > 1 else self._flat.get(names[0]) or self._devices[names[0]]
 
     def group(self, axis: str) -> Any:
         """The process group of an axis."""

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from twofold.ops.attention import packed_attention
+from twofold.parallel.context import Context
 
 NAME = "twofold_packed"
 
@@ -29,14 +30,17 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sample_lengths: Sequence[int] | None = None,
+    context: Context | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature around `packed_attention`; shapes as there."""
+    """transformers' attention signature around `packed_attention`; shapes as there. context: where tokens are split
+    over ranks, this rank's place."""
     if sample_lengths is None or attention_mask is not None:
         raise RuntimeError("padding-free attention was called without sample_lengths, or with a mask")
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise NotImplementedError("padding-free attention knows neither attention sinks nor position biases")
-    out = packed_attention(
+    attend = packed_attention if context is None else context.attend
+    out = attend(
         query,
         key,
         value,

@@ -21,8 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from twofold.errors import UserError
 from twofold.models import attention
 from twofold.ops.logps import Slice, chunked_logps, linear_logps
+from twofold.parallel.context import Context
 from twofold.parallel.stages import Skip
 
 
@@ -62,6 +64,7 @@ class CausalLM(nn.Module):
         self.abilities = abilities
         self.packed = packed and abilities.packed
         self.hidden_dtype = torch.float32
+        self.context: Context | None = None
         if self.packed:
             bare(model).set_attn_implementation(attention.NAME)
 
@@ -74,8 +77,7 @@ class CausalLM(nn.Module):
         a target; targets: [n] token ids; inputs: what else the decoder takes (position_ids, attention_mask,
         sample_lengths). Returns (logp, mean or None), fp32 [n] each: see `twofold.ops.logps.linear_logps`.
         """
-        hidden = decoder(bare(self.hf))(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
-        return self._logps(hidden, predict_at, targets, with_mean)
+        return self.run_stage(None, input_ids, predict_at, targets, with_mean, **inputs)
 
     def _logps(
         self, hidden: Tensor, predict_at: Tensor, targets: Tensor, with_mean: bool
@@ -88,11 +90,28 @@ class CausalLM(nn.Module):
             return linear_logps(hidden, targets, weight, bias, with_mean, part)
         return chunked_logps(hidden, targets, lambda h: head_logits(model, h), with_mean)
 
+    def _shared_logps(
+        self, context: Context, hidden: Tensor, predict_at: Tensor, targets: Tensor, with_mean: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same where each rank has a piece of the row: each runs the head on an equal share of the targets."""
+        n = len(targets)
+        predict_at, targets = (context.part(F.pad(x, (0, -n % context.ranks)), 0) for x in (predict_at, targets))
+        logp, mean = self._logps(context.gather(hidden, 1), predict_at, targets, with_mean)
+        return context.join(logp, 0)[:n], None if mean is None else context.join(mean, 0)[:n]
+
     def split_tensor(self, devices: DeviceMesh) -> None:
         """Puts the model on the tensor axis (`parallel/tensor.py`)."""
         from twofold.models import tensor_plan
 
         tensor_plan.split(bare(self.hf), devices)
+
+    def split_context(self, context: Context) -> None:
+        """Puts the model on the context axis (`parallel/context.py`)."""
+        if not self.packed:
+            raise UserError(
+                f"strategy 'cp' needs samples without padding, and {self.abilities.why or 'they are padded'}."
+            )
+        self.context = context
 
     # The pipeline axis (`parallel/stages.py`)
 
@@ -116,7 +135,10 @@ class CausalLM(nn.Module):
     def stage_activation(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """What passes between stages: hidden states, [rows, tokens, width]."""
         width = bare(self.hf).config.get_text_config().hidden_size
-        return torch.empty((*input_ids.shape, width), dtype=self.hidden_dtype, device="meta")
+        rows, tokens = input_ids.shape
+        if self.context is not None:
+            tokens = -(-tokens // self.context.ranks)
+        return torch.empty((rows, tokens, width), dtype=self.hidden_dtype, device="meta")
 
     def run_stage(
         self,
@@ -128,12 +150,26 @@ class CausalLM(nn.Module):
         **inputs: Any,
     ) -> Any:
         """`forward` on one stage: takes hidden states unless it is the first, returns them unless it is the last."""
-        model = bare(self.hf)
+        model, context = bare(self.hf), self.context
+        if context is not None:
+            input_ids, inputs = _part_of_row(context, input_ids, **inputs)
         given = {"input_ids": input_ids} if activation is None else {"inputs_embeds": activation}
         hidden = decoder(model)(**given, use_cache=False, **inputs).last_hidden_state
         if isinstance(model.get_output_embeddings(), Skip):
             return hidden
+        if context is not None:
+            return self._shared_logps(context, hidden, predict_at, targets, with_mean)
         return self._logps(hidden, predict_at, targets, with_mean)
+
+
+def _part_of_row(
+    context: Context, input_ids: Tensor, position_ids: Tensor, sample_lengths: Sequence[int]
+) -> tuple[Tensor, dict[str, Any]]:
+    """This rank's piece of a row of samples, which a sample of filler makes divisible."""
+    filler = -input_ids.shape[1] % context.ranks
+    ids, positions = (context.part(F.pad(x, (0, filler)), 1) for x in (input_ids, position_ids))
+    lengths = (*sample_lengths, filler) if filler else tuple(sample_lengths)
+    return ids, {"position_ids": positions, "sample_lengths": lengths, "context": context}
 
 
 def _local(head: nn.Linear) -> tuple[Tensor, Tensor | None, Slice | None]:

@@ -9,6 +9,7 @@ heads than query heads, without repeating them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +27,18 @@ def packed_attention(
     causal: bool = True,
     window: int | None = None,
     softcap: float | None = None,
+    start: int | None = None,
 ) -> Tensor:
     """Attention of each sample to itself.
 
     query: [1, heads, tokens, head_dim]; key, value: [1, kv_heads, tokens, head_dim];
     lengths: tokens of each sample, in order, as Python numbers (their sum is `tokens`);
-    window: how many tokens back, itself included, a token sees; softcap: logits become cap * tanh(logits / cap).
+    window: how many tokens back, itself included, a token sees; softcap: logits become cap * tanh(logits / cap);
+    start: query holds a piece of the row only, from this token on.
     Returns [1, tokens, heads, head_dim].
     """
+    if start is not None:
+        return _piece(query, key, value, lengths, start, scale, dropout, causal, window, softcap)
     if query.is_cuda and softcap is None and dropout == 0.0 and query.dtype in (torch.float16, torch.bfloat16):
         return _varlen(query, key, value, lengths, scale, causal, window)
     parts = []
@@ -51,11 +56,13 @@ def _one_sample(
     causal: bool,
     window: int | None,
     softcap: float | None,
+    before: int = 0,
 ) -> Tensor:
-    length = q.shape[2]
+    """before: how many keys lie before the first query."""
+    length = k.shape[2]
     mask = None
-    if (window is not None and window < length) or (softcap is not None and causal):
-        mask = _band(length, window, causal, q.device)
+    if (window is not None and window < length) or (causal and (softcap is not None or before)):
+        mask = _band(q.shape[2], length, before, window, causal, q.device)
     if softcap is not None:
         return _capped(q, k, v, mask, scale, dropout, softcap)
     return F.scaled_dot_product_attention(
@@ -63,12 +70,38 @@ def _one_sample(
     )
 
 
-def _band(length: int, window: int | None, causal: bool, device: torch.device) -> Tensor:
-    """True where a token (row) may look at a token (column): [length, length]."""
-    position = torch.arange(length, device=device)
-    back = position[:, None] - position[None, :]
+def _piece(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], start: int, *how: Any) -> Tensor:
+    """The attention of the tokens from `start` on that `query` holds."""
+    parts, stop, first = [], start + query.shape[2], 0
+    for length in lengths:
+        here, there = max(first, start), min(first + length, stop)
+        if here < there:
+            k, v = (x[:, :, first : first + length] for x in (key, value))
+            scale, dropout, causal, window, softcap = how
+            if causal:
+                k, v = (x[:, :, : there - first] for x in (k, v))
+            q = query[:, :, here - start : there - start]
+            parts.append(_one_sample(q, k, v, scale, dropout, causal, window, softcap, here - first))
+        first += length
+    return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+def _band(n: int, keys: int, before: int, window: int | None, causal: bool, device: torch.device) -> Tensor:
+    """True where a token (row) may look at a token (column): [n, keys]; `before` keys lie before the first row's."""
+    back = torch.arange(before, before + n, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
     band = back >= 0 if causal else torch.ones_like(back, dtype=torch.bool)
     return band if window is None else band & (back < window)
+
+
+def allowed_pairs(
+    lengths: Sequence[int], rows: slice, columns: slice, causal: bool, window: int | None, device: torch.device
+) -> Tensor:
+    """True where a token of a row of samples may look at another: [rows, columns]."""
+    band = _band(
+        rows.stop - rows.start, columns.stop - columns.start, rows.start - columns.start, window, causal, device
+    )
+    sample = torch.cat([torch.full((n,), i, device=device) for i, n in enumerate(lengths)])
+    return band & (sample[rows][:, None] == sample[columns][None, :])
 
 
 def _capped(

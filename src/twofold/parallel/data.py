@@ -38,7 +38,7 @@ def replicate(model: nn.Module, mesh: Mesh, shard_optimizer: bool = False) -> Pl
     def accumulate(last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else ddp.no_sync()
 
-    placed = Placed(model, ddp, float(mesh.world_size), accumulate)
+    placed = Placed(model, ddp, float(mesh.world_size), accumulate, counts=mesh.coordinate("context") == 0)
     if shard_optimizer:
         placed.optimizer = _in_parts
     return placed

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from twofold.errors import UserError
 from twofold.mesh.mesh import Mesh
-from twofold.parallel import shard, stages, tensor
+from twofold.parallel import context, shard, stages, tensor
 from twofold.parallel.placed import Placed
 from twofold.parallel.schedules import SCHEDULES
-from twofold.parallel.strategy import Parallel
+from twofold.parallel.strategy import REDUCED_AXES, Parallel
 
 Inputs = Sequence[dict[str, Any]]
 
@@ -38,6 +38,8 @@ def place(model: Any, mesh: Mesh, layout: Parallel) -> Placed:
     if hasattr(model, "check_stages"):
         model.check_stages(plan)
     chain = stages.Chain(model, plan) if not hasattr(model, "run_stage") else None
+    if layout.context > 1:
+        context.spread(model, mesh, layout)
     if layout.tensor > 1:
         tensor.split(model, mesh)
     twins = stages.twins(model, plan)
@@ -55,8 +57,8 @@ def place(model: Any, mesh: Mesh, layout: Parallel) -> Placed:
     return Placed(
         model,
         model,
-        float(mesh.size(*shard.DATA_AXES)),
-        counts=mesh.coordinate("tensor") == 0,
+        float(mesh.size(*REDUCED_AXES)),
+        counts=mesh.coordinate("context", "tensor") == 0,
         pipeline=pipeline,
     )
 

@@ -20,13 +20,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from twofold.mesh.mesh import Mesh
 from twofold.parallel.placed import Placed
-from twofold.parallel.strategy import DATA_AXES, Parallel
+from twofold.parallel.strategy import REDUCED_AXES, Parallel
 
 
 def shard(model: nn.Module, mesh: Mesh, layout: Parallel) -> Placed:
     """The model in parts over the shard axis; over the replicate axis in copies."""
-    counts = mesh.coordinate("tensor") == 0
-    if mesh.size(*DATA_AXES) == 1:
+    counts = mesh.coordinate("context", "tensor") == 0
+    if mesh.size(*REDUCED_AXES) == 1:
         return Placed(model, model, counts=counts)
     spread(model, mesh, layout, reshard=layout.zero == 3)
     root: Any = model
@@ -37,17 +37,17 @@ def shard(model: nn.Module, mesh: Mesh, layout: Parallel) -> Placed:
         root.set_requires_gradient_sync(last or each_time)
         yield
 
-    return Placed(model, model, float(mesh.size(*DATA_AXES)), accumulate, counts=counts)
+    return Placed(model, model, float(mesh.size(*REDUCED_AXES)), accumulate, counts=counts)
 
 
 def spread(model: nn.Module, mesh: Mesh, layout: Parallel, reshard: bool) -> None:
     """Puts a model, in place, on the data axes, if there are any. reshard: drop a block's weights after its forward
     pass, and gather them again for its backward pass."""
-    if mesh.size(*DATA_AXES) == 1:
+    if mesh.size(*REDUCED_AXES) == 1:
         return
     low = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters() if p.requires_grad)
     options: dict[str, Any] = {
-        "mesh": mesh.sub(*DATA_AXES),
+        "mesh": mesh.sub("replicate", ("shard", "context")) if layout.shard > 1 else mesh.sub(("replicate", "context")),
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32) if low else MixedPrecisionPolicy(),
         "offload_policy": _offload() if layout.offload else OffloadPolicy(),
     }

@@ -8,6 +8,8 @@
     tp           tensor: each weight matrix split, all ranks work on the same samples
     pp           pipeline: each rank holds some of the layers, and micro-batches pass through; its schedule is one
                  word more: gpipe, 1f1b (the default), interleaved, zero-bubble, zbv or dualpipev, as in "pp:2,zbv"
+    cp           context: ranks share the tokens of the same samples; how attention exchanges is one word more:
+                 all-to-all (the default), all-gather or ring, as in "cp:2,ring"
 
 Words are joined by commas and may carry a number of ranks: "fsdp:2,tp:2". At most one word without a number takes the
 ranks that are left. The word "offload" keeps parts on the CPU between uses (with zero2, zero3, fsdp, hsdp).
@@ -32,13 +34,18 @@ WORDS = {
     "hsdp": ("shard", 3),
     "tp": ("tensor", 0),
     "pp": ("pipeline", 0),
+    "cp": ("context", 0),
 }
 STRATEGIES = ("auto", "single", *WORDS)
-PLANNED = ("cp", "ep")
-AXES = ("pipeline", "replicate", "shard", "tensor")
+PLANNED = ("ep",)
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Outermost first: ranks of the last axis are neighbours, inside a node."""
 DATA_AXES = ("replicate", "shard")
 """Axes whose ranks work on different samples."""
+REDUCED_AXES = (*DATA_AXES, "context")
+"""Axes over which gradients are summed: their ranks work on different tokens."""
+EXCHANGES = ("all-to-all", "all-gather", "ring")
+"""How attention on the context axis gets at other ranks' tokens (`parallel/context.py`)."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,8 @@ class Parallel:
 
     replicate: copies of the model, each on a share of a step's samples; shard: ranks that hold a copy in parts, each
     on a share of the samples too; tensor: ranks that split every weight matrix and work on the same samples;
-    pipeline: ranks that hold some of the layers each, and schedule: in which order they run a step's micro-batches.
+    pipeline: ranks that hold some of the layers each, and schedule: in which order they run a step's micro-batches;
+    context: ranks that share the tokens of the same samples, and exchange: how their attention meets.
     zero: what the shard axis splits: 1 the optimizer's state, 2 gradients too, 3 weights too. offload: parts of
     weights, gradients and the optimizer's state stay on the CPU.
     """
@@ -57,6 +65,8 @@ class Parallel:
     tensor: int = 1
     pipeline: int = 1
     schedule: str = "1f1b"
+    context: int = 1
+    exchange: str = "all-to-all"
     zero: int = 3
     offload: bool = False
 
@@ -68,6 +78,8 @@ class Parallel:
             raise UserError(f"Parallel: zero must be 1, 2 or 3, not {self.zero!r}.")
         if self.schedule not in SCHEDULES:
             raise UserError(f"Parallel: unknown schedule '{self.schedule}'. {nearest(self.schedule, SCHEDULES)}")
+        if self.exchange not in EXCHANGES:
+            raise UserError(f"Parallel: unknown exchange '{self.exchange}'. {nearest(self.exchange, EXCHANGES)}")
         if self.shard > 1 and self.zero == 1 and (self.world_size > self.shard or self.offload):
             raise UserError("zero1 splits the optimizer over all ranks and goes with no other word: use zero2 or fsdp.")
         if self.offload and self.shard == 1:
@@ -98,6 +110,8 @@ class Parallel:
             parts.append(f"zero {self.zero}")
         if self.pipeline > 1:
             parts.append(self.schedule)
+        if self.context > 1:
+            parts.append(self.exchange)
         return " × ".join(parts + ["offload"] * self.offload) or "single"
 
 
@@ -118,29 +132,31 @@ def _read(strategy: str, world_size: int, num_nodes: int) -> Parallel:
     if strategy == "single":
         return Parallel()
     sizes: dict[str, int | None] = {}
-    zero, offload, schedule = 3, False, ""
+    more: dict[str, Any] = {"zero": 3, "offload": False}
     words = [word.strip() for word in strategy.split(",")]
     for word in words:
         name, _, number = word.partition(":")
         if word == "offload":
-            offload = True
+            more["offload"] = True
             continue
         if word in SCHEDULES:
-            schedule = word
+            more["schedule"] = word
+            continue
+        if word in EXCHANGES:
+            more["exchange"] = word
             continue
         axis, stage = _axis(name, strategy)
         if axis in sizes:
             raise UserError(f"strategy '{strategy}' names the {axis} axis twice.")
         sizes[axis] = _number(number, word, strategy)
-        zero = stage or zero
+        more["zero"] = stage or more["zero"]
     if "hsdp" in (word.partition(":")[0] for word in words):
         sizes = _hybrid(sizes, world_size, num_nodes)
     found: dict[str, Any] = dict(_filled(sizes, strategy, world_size))
-    if schedule:
-        if "pipeline" not in found:
-            raise UserError(f"strategy '{strategy}': '{schedule}' is a schedule of the pipeline: add 'pp' to it.")
-        found["schedule"] = schedule
-    return Parallel(**found, zero=zero, offload=offload)
+    for option, axis, name in (("schedule", "pipeline", "pp"), ("exchange", "context", "cp")):
+        if option in more and axis not in found:
+            raise UserError(f"strategy '{strategy}': '{more[option]}' belongs to the {axis} axis: add '{name}' to it.")
+    return Parallel(**found, **more)
 
 
 def _axis(name: str, strategy: str) -> tuple[str, int]:
@@ -149,7 +165,7 @@ def _axis(name: str, strategy: str) -> tuple[str, int]:
             f"strategy '{strategy}': '{name}' is not in this version yet. Here are: {', '.join(STRATEGIES)}."
         )
     if name not in WORDS:
-        raise UserError(f"unknown strategy '{strategy}'. {nearest(name, (*STRATEGIES, *SCHEDULES))}")
+        raise UserError(f"unknown strategy '{strategy}'. {nearest(name, (*STRATEGIES, *SCHEDULES, *EXCHANGES))}")
     return WORDS[name]
 
 
@@ -189,7 +205,7 @@ def _devices(layout: Parallel, num_nodes: int) -> str:
 def _fitting(layout: Parallel, world_size: int) -> str:
     """The nearest layout that these ranks make, in words."""
     rest, words = world_size, []
-    for word, size in (("tp", layout.tensor), ("pp", layout.pipeline)):
+    for word, size in (("tp", layout.tensor), ("pp", layout.pipeline), ("cp", layout.context)):
         if size > 1 and rest % size == 0:
             rest //= size
             words.append(f"{word}:{size}")
