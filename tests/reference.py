@@ -35,14 +35,14 @@ FAMILIES: dict[str, dict[str, Any]] = SHAPES | {
 }
 
 
-def tiny_model(family: str = "llama", layers: int = 2, **changes: Any) -> Any:
+def tiny_model(family: str = "llama", layers: int = 2, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A tiny model with weights large enough for its losses to fall in 20 steps."""
     depth = {"n_layer": layers} if family == "gpt2" else {"num_hidden_layers": layers}
     # No token of the data may be the padding: nn.Embedding(padding_idx) gives it no gradient.
     shape = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     config = AutoConfig.for_model(family, **(shape | FAMILIES[family] | depth | changes))
     torch.manual_seed(7)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def tiny_samples(n: int, seed: int = 0, longest: int = 23) -> list[dict[str, np.ndarray]]:

@@ -31,21 +31,29 @@ LR = {"olmo2": 0.05}  # at 0.1, the others' rate, its steps amplify rounding to 
 ORDER = Order(len(SAMPLES), BATCH, seed=5)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
 PIPELINES = tuple(f"pp:2,{schedule}" for schedule in SCHEDULES)
-TWO = ("ddp:2", "zero1:2", "zero2:2", "fsdp:2", "fsdp:2,offload", "tp:2", *PIPELINES)
+CONTEXTS = ("cp:2", "cp:2,all-gather", "cp:2,ring")
+TWO = ("ddp:2", "zero1:2", "zero2:2", "fsdp:2", "fsdp:2,offload", "tp:2", *PIPELINES, *CONTEXTS)
 FOUR = ("ddp:2,fsdp:2", "fsdp:2,tp:2", "ddp:2,tp:2", "fsdp:4", "tp:4", "pp:4")
 FOUR += ("pp:2,ddp:2,interleaved", "pp:2,fsdp:2", "pp:2,fsdp:2,zbv", "pp:2,tp:2", "pp:2,tp:2,dualpipev")
+FOUR += ("cp:4", "cp:2,fsdp:2", "ddp:2,cp:2,ring", "cp:2,tp:2,all-gather", "pp:2,cp:2", "pp:2,cp:2,zbv,ring")
 EIGHT = ("ddp:2,fsdp:2,tp:2", "pp:2,fsdp:2,tp:2")
+EXPERTS = ("ep:2", "ep:4", "ep:2,fsdp:2", "ddp:2,ep:2", "ep:2,pp:2", "ep:2,pp:2,zbv", "ep:2,cp:2", "ep:2,ddp:2,fsdp:2")
 EVERY_DAY = {
     *((family, layout) for family in reference.FAMILIES for layout in ("fsdp:2", "tp:2", "pp:2,1f1b")),
     *(("llama", layout) for layout in (*TWO, "ddp:2,fsdp:2,tp:2")),
     *(("qwen2", layout) for layout in (*FOUR, "pp:2,zbv", "pp:2,fsdp:2,tp:2")),
     ("qwen3_moe", "fsdp:2,tp:2"),
     ("gpt2", "tp:4"),
+    *(("qwen3_moe", layout) for layout in EXPERTS if layout != "ep:2"),
+    ("mixtral", "ep:2"),
+    ("gemma2", "cp:2,ring"),  # soft-capped logits and a sliding window
+    ("mistral", "cp:2,all-gather"),
 }
 
 
 def cases() -> list[Any]:
     every = [(family, layout) for family in reference.FAMILIES for layout in TWO + FOUR + EIGHT]
+    every += [(family, layout) for family in ("qwen3_moe", "mixtral") for layout in EXPERTS]
     return [pytest.param(*case, marks=() if case in EVERY_DAY else pytest.mark.full) for case in every]
 
 

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from twofold.ops import attention, logps
 from twofold.ops.attention import packed_attention
+from twofold.ops.blocks import block, block_gradients, merge
 
 LENGTHS = (5, 1, 9, 3)
 
@@ -51,6 +52,51 @@ def test_packed_attention(causal: bool, window: int | None, softcap: float | Non
         strict=True,
     ):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "softcap"), [(True, None, None), (True, 3, None), (False, None, None), (True, 4, 2.0)]
+)
+@pytest.mark.parametrize("pieces", [2, 3, 9])
+def test_attention_of_a_piece_of_the_row(causal: bool, window: int | None, softcap: float | None, pieces: int) -> None:
+    """The queries in pieces, whose borders lie inside of samples, give what they give together."""
+    q, k, v = inputs()
+    size = q.shape[2] // pieces
+    options = {"causal": causal, "window": window, "softcap": softcap}
+    parts = [packed_attention(x, k, v, LENGTHS, start=i * size, **options) for i, x in enumerate(q.split(size, 2))]
+    expected = by_the_book(q, k, v, causal, window, softcap)
+    torch.testing.assert_close(torch.cat(parts, 1), expected)
+    weights = torch.randn_like(expected)
+    found = torch.autograd.grad((torch.cat(parts, 1) * weights).sum(), (q, k, v))
+    torch.testing.assert_close(found, torch.autograd.grad((expected * weights).sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize(("causal", "window", "softcap"), [(True, None, None), (True, 3, 2.0), (False, None, None)])
+def test_attention_in_blocks(causal: bool, window: int | None, softcap: float | None) -> None:
+    """Keys in two blocks, merged; and each block's gradients."""
+    q, k, v = inputs()
+    n, scale = q.shape[2], q.shape[-1] ** -0.5
+    blocks = [slice(n // 2, n), slice(0, n // 2)]
+    expected = by_the_book(q, k, v, causal, window, softcap).transpose(1, 2)
+    weights = torch.randn_like(expected)
+    d_q = torch.autograd.grad((expected * weights).sum(), q, retain_graph=True)[0]
+    rows = slice(n // 2, n)  # each of these has a key in the first block
+    masks = [attention.allowed_pairs(LENGTHS, rows, columns, causal, window, q.device) for columns in blocks]
+    mine = q[:, :, rows]
+    found = [block(mine, k[:, :, c], v[:, :, c], mask, scale, softcap) for c, mask in zip(blocks, masks, strict=True)]
+    out, lse = merge(*found[0], *found[1])
+    torch.testing.assert_close(out, expected[:, :, rows])
+    up = weights[:, :, rows]
+    delta = (out * up).sum(-1)
+    gradients = [
+        block_gradients(mine, k[:, :, c], v[:, :, c], mask, scale, softcap, lse, up, delta)
+        for c, mask in zip(blocks, masks, strict=True)
+    ]
+    torch.testing.assert_close(gradients[0][0] + gradients[1][0], d_q[:, :, rows])
+    alone = torch.autograd.grad((expected * weights)[:, :, rows].sum(), (k, v))
+    for i, c in enumerate(blocks):
+        torch.testing.assert_close(gradients[i][1], alone[0][:, :, c])
+        torch.testing.assert_close(gradients[i][2], alone[1][:, :, c])
 
 
 def test_the_variable_length_kernel_is_called_with_its_own_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

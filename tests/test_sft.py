@@ -115,7 +115,7 @@ def test_full_fine_tuning_on_one_and_two_ranks_equals_a_plain_loop(base: Path, t
             np.testing.assert_allclose(trained[name], value, rtol=0, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tp", "pp"])
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tp", "pp", "cp"])
 def test_weights_in_parts_from_rows_to_an_export(base: Path, tmp_path: Path, strategy: str) -> None:
     """Training, evaluation with samples, a checkpoint, and an export that loads to the weights of a plain loop."""
     expected, weights = expected_losses(base, 10)
@@ -294,7 +294,7 @@ def test_faults_of_the_user_are_one_line_and_exit_2_before_workers_start(base: P
         (("train.lrr=1",), "'train.lrr=1': train.lrr: unknown key. Did you mean 'lr'?"),
         (("data.train=trian.jsonl",), "there is no file trian.jsonl in this folder. Did you mean 'train.jsonl'?"),
         (("data.max_length=12",), "row 1: data.max_length=12 cuts all of its trained tokens away"),
-        (("run.strategy=cp",), "'cp' is not in this version yet"),
+        (("run.strategy=fsdp:4",), "strategy shard 4 × zero 3 is for 4 rank(s), and devices × num_nodes is 2"),
         (("run.strategy=pp,dualpipev", "train.global_batch_size=3"), "needs 4 micro-batches a step on each of 1 data"),
         (("model.path=./nowhere",), "model.path: ./nowhere is no model folder"),
         (("run.folder=train.jsonl",), "cannot write the run folder train.jsonl/first: "),

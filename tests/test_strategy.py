@@ -28,6 +28,8 @@ from twofold.parallel.schedules import SCHEDULES
         ("hsdp,tp:2", 16, 2, Parallel(replicate=2, shard=4, tensor=2)),
         ("tp", 2, 1, Parallel(tensor=2)),
         ("pp", 2, 1, Parallel(pipeline=2, schedule="1f1b")),
+        ("cp,ring", 2, 1, Parallel(context=2, exchange="ring")),
+        ("ep:2,fsdp", 8, 1, Parallel(expert=2, shard=4)),
         ("pp:2,fsdp,zbv", 8, 1, Parallel(pipeline=2, shard=4, schedule="zbv")),
         (Parallel(shard=2, zero=2), 2, 1, Parallel(shard=2, zero=2)),
     ],
@@ -40,8 +42,9 @@ def test_words(strategy: str | Parallel, ranks: int, nodes: int, expected: Paral
     ("strategy", "ranks", "message"),
     [
         ("fsdpp", 2, r"unknown strategy 'fsdpp'\. Did you mean 'fsdp'"),
-        ("cp:2", 2, r"'cp' is not in this version yet\. Here are: .*fsdp.*tp"),
-        ("fsdp:2,zbv", 2, r"'zbv' is a schedule of the pipeline: add 'pp' to it"),
+        ("fsdp:2,zbv", 2, r"'zbv' belongs to the pipeline axis: add 'pp' to it"),
+        ("fsdp:2,ring", 2, r"'ring' belongs to the context axis: add 'cp' to it"),
+        ("ep:2,tp:2", 4, r"ep and tp both split experts"),
         ("pp:2,1fb1", 2, r"unknown strategy 'pp:2,1fb1'\. Did you mean '1f1b'"),
         ("pp:2,fsdp:2", 2, r"is for 4 rank\(s\), .*: set devices=4, or strategy='pp:2'"),
         ("fsdp:2,fsdp:2", 4, r"names the shard axis twice"),
@@ -66,6 +69,8 @@ def test_sizes_are_numbers_of_ranks() -> None:
         Parallel(shard=2, zero=4)
     with pytest.raises(UserError, match=r"unknown schedule '1f2b'\. Did you mean '1f1b'"):
         Parallel(pipeline=2, schedule="1f2b")
+    with pytest.raises(UserError, match=r"unknown exchange 'rings'\. Did you mean 'ring'"):
+        Parallel(context=2, exchange="rings")
 
 
 def test_places_on_the_mesh() -> None:

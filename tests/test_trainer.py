@@ -347,7 +347,7 @@ def test_data_that_cannot_be_trained_on(tmp_path: Path, data: Any, message: str)
     [
         ({"lrr": 1}, r"unknown argument 'lrr'\. Did you mean 'lr'"),
         ({"strategy": "dddp"}, r"unknown strategy 'dddp'\. Did you mean 'ddp'"),
-        ({"strategy": "cp"}, r"'cp' is not in this version yet"),
+        ({"strategy": "fsdp:2"}, r"is for 2 rank\(s\), and devices × num_nodes is 1: set devices=2"),
         ({"strategy": Parallel(replicate=4)}, r"is for 4 rank\(s\)"),
         ({"precision": "fp8"}, r"precision"),
         ({"accelerator": "gpu"}, r"cpu"),

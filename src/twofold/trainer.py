@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -248,7 +249,7 @@ def _check_precision(precision: int | str) -> None:
 
 def _check_batch(layout: Parallel, samples: int) -> None:
     """A schedule of the pipeline needs some micro-batches, and a micro-batch a sample."""
-    least, ranks = layout.micro_batches[0], layout.replicate * layout.shard
+    least, ranks = layout.micro_batches[0], prod(layout.sizes[axis] for axis in DATA_AXES)
     if samples < least * ranks:
         raise UserError(
             f"strategy {layout} needs {least} micro-batches a step on each of {ranks} data rank(s), and a step has "

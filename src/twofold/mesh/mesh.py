@@ -40,7 +40,7 @@ class Mesh:
     device: torch.device
     sizes: dict[str, int] = field(default_factory=dict)
     _devices: Any = field(default=None, repr=False)
-    _flat: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
+    _flat: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)
     _owns_group: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -105,16 +105,13 @@ class Mesh:
         """The part of torch's mesh that spans these axes (those of one rank are left out); a tuple becomes one axis."""
         if self._devices is None:
             raise RuntimeError("Mesh.arrange comes first")
-        names = []
+        parts = []
         for axis in axes:
-            several = [name for name in self.sizes if name in ((axis,) if isinstance(axis, str) else axis)]
-            if len(several) > 1:
-                flat = "_".join(several)
-                if flat not in self._flat:
-                    self._flat[flat] = self._devices[tuple(several)]._flatten(flat)
-                several = [flat]
-            names += several
-        return self._devices[tuple(names)] if len(names) > 1 else self._flat.get(names[0]) or self._devices[names[0]]
+            names = tuple(name for name in self.sizes if name in ((axis,) if isinstance(axis, str) else axis))
+            if len(names) > 1 and names not in self._flat:
+                self._flat[names] = self._devices[names]._flatten("_".join(names))
+            parts += [self._flat[names] if len(names) > 1 else self._devices[names[0]]] if names else []
+        return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
 
     def group(self, axis: str) -> Any:
         """The process group of an axis."""

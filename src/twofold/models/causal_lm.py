@@ -97,7 +97,7 @@ class CausalLM(nn.Module):
         n = len(targets)
         predict_at, targets = (context.part(F.pad(x, (0, -n % context.ranks)), 0) for x in (predict_at, targets))
         logp, mean = self._logps(context.gather(hidden, 1), predict_at, targets, with_mean)
-        return context.join(logp, 0)[:n], None if mean is None else context.join(mean, 0)[:n]
+        return context.join(logp, 0)[:n].clone(), None if mean is None else context.join(mean, 0)[:n].clone()
 
     def split_tensor(self, devices: DeviceMesh) -> None:
         """Puts the model on the tensor axis (`parallel/tensor.py`)."""
@@ -109,7 +109,7 @@ class CausalLM(nn.Module):
         """Puts the model on the context axis (`parallel/context.py`)."""
         if not self.packed:
             raise UserError(
-                f"strategy 'cp' needs samples without padding, and {self.abilities.why or 'they are padded'}."
+                f"strategy 'cp' needs samples without padding, and {self.abilities.why or 'model.attention is padded'}."
             )
         self.context = context
 

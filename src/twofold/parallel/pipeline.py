@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from twofold.errors import UserError
 from twofold.mesh.mesh import Mesh
-from twofold.parallel import context, shard, stages, tensor
+from twofold.parallel import context, expert, shard, stages, tensor
 from twofold.parallel.placed import Placed
 from twofold.parallel.schedules import SCHEDULES
 from twofold.parallel.strategy import REDUCED_AXES, Parallel
@@ -40,6 +40,8 @@ def place(model: Any, mesh: Mesh, layout: Parallel) -> Placed:
     chain = stages.Chain(model, plan) if not hasattr(model, "run_stage") else None
     if layout.context > 1:
         context.spread(model, mesh, layout)
+    if layout.expert > 1:
+        expert.split(model, mesh)
     if layout.tensor > 1:
         tensor.split(model, mesh)
     twins = stages.twins(model, plan)

@@ -12,7 +12,7 @@ from twofold.parallel.strategy import Parallel
 def place(model: nn.Module, mesh: Mesh, layout: Parallel | None = None) -> Placed:
     """Spreads `model` over the ranks, in place. layout: None = replicate over all ranks. Every rank must call it with
     a model of the same shape; the weights of rank 0 count."""
-    from twofold.parallel import context, data, pipeline, shard, tensor
+    from twofold.parallel import context, data, expert, pipeline, shard, tensor
 
     if any(x.device.type != mesh.device.type for x in (*model.parameters(), *model.buffers())):
         model.to(mesh.device)
@@ -22,9 +22,11 @@ def place(model: nn.Module, mesh: Mesh, layout: Parallel | None = None) -> Place
         return pipeline.place(model, mesh, layout)
     if layout.context > 1:
         context.spread(model, mesh, layout)
-    if layout.tensor == 1 and (layout.shard == 1 or layout.zero == 1):
+    if layout.tensor == layout.expert == 1 and (layout.shard == 1 or layout.zero == 1):
         return data.replicate(model, mesh, shard_optimizer=layout.shard > 1)
     mesh.broadcast([*model.parameters(), *model.buffers()])
+    if layout.expert > 1:
+        expert.split(model, mesh)
     if layout.tensor > 1:
         tensor.split(model, mesh)
     return shard.shard(model, mesh, layout)

@@ -19,6 +19,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from twofold.mesh.mesh import Mesh
+from twofold.parallel.expert import experts
 from twofold.parallel.placed import Placed
 from twofold.parallel.strategy import REDUCED_AXES, Parallel
 
@@ -47,19 +48,35 @@ def spread(model: nn.Module, mesh: Mesh, layout: Parallel, reshard: bool) -> Non
         return
     low = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters() if p.requires_grad)
     options: dict[str, Any] = {
-        "mesh": mesh.sub("replicate", ("shard", "context")) if layout.shard > 1 else mesh.sub(("replicate", "context")),
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32) if low else MixedPrecisionPolicy(),
         "offload_policy": _offload() if layout.offload else OffloadPolicy(),
     }
-    for block in blocks(model):
-        if layout.shard > 1:
-            fully_shard(block, reshard_after_forward=reshard, **options)
-        else:
-            replicate(block, **options)
+    alone: set[nn.Parameter] = set()
+    if layout.expert > 1:  # experts are in parts over their axis already
+        for module in experts(model).values():
+            if mesh.size("replicate", "shard", "context") > 1:
+                _wrap(module, mesh, layout, ("context",), reshard, options)
+            else:
+                alone |= set(module.parameters())
+    for module in (*blocks(model), model):
+        again = reshard if module is not model else None
+        _wrap(module, mesh, layout, ("expert", "context"), again, options | {"ignored_params": alone})
+
+
+def _wrap(
+    module: nn.Module,
+    mesh: Mesh,
+    layout: Parallel,
+    more: tuple[str, ...],
+    reshard: bool | None,
+    options: dict[str, Any],
+) -> None:
+    """The work of FSDP2. more: axes whose ranks hold parts, or copies, beside those of the data axes."""
     if layout.shard > 1:
-        fully_shard(model, **options)
+        devices = mesh.sub("replicate", ("shard", *more))
+        fully_shard(module, mesh=devices, reshard_after_forward=reshard, **options)
     else:
-        replicate(model, **options)
+        replicate(module, mesh=mesh.sub(("replicate", *more)), **options)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

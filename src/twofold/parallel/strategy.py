@@ -10,6 +10,7 @@
                  word more: gpipe, 1f1b (the default), interleaved, zero-bubble, zbv or dualpipev, as in "pp:2,zbv"
     cp           context: ranks share the tokens of the same samples; how attention exchanges is one word more:
                  all-to-all (the default), all-gather or ring, as in "cp:2,ring"
+    ep           expert: ranks with samples of their own hold some of a mixture's experts each
 
 Words are joined by commas and may carry a number of ranks: "fsdp:2,tp:2". At most one word without a number takes the
 ranks that are left. The word "offload" keeps parts on the CPU between uses (with zero2, zero3, fsdp, hsdp).
@@ -35,12 +36,12 @@ WORDS = {
     "tp": ("tensor", 0),
     "pp": ("pipeline", 0),
     "cp": ("context", 0),
+    "ep": ("expert", 0),
 }
 STRATEGIES = ("auto", "single", *WORDS)
-PLANNED = ("ep",)
-AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 """Outermost first: ranks of the last axis are neighbours, inside a node."""
-DATA_AXES = ("replicate", "shard")
+DATA_AXES = ("replicate", "shard", "expert")
 """Axes whose ranks work on different samples."""
 REDUCED_AXES = (*DATA_AXES, "context")
 """Axes over which gradients are summed: their ranks work on different tokens."""
@@ -55,7 +56,8 @@ class Parallel:
     replicate: copies of the model, each on a share of a step's samples; shard: ranks that hold a copy in parts, each
     on a share of the samples too; tensor: ranks that split every weight matrix and work on the same samples;
     pipeline: ranks that hold some of the layers each, and schedule: in which order they run a step's micro-batches;
-    context: ranks that share the tokens of the same samples, and exchange: how their attention meets.
+    context: ranks that share the tokens of the same samples, and exchange: how their attention meets;
+    expert: ranks that hold some experts of a mixture each, and each work on a share of the samples.
     zero: what the shard axis splits: 1 the optimizer's state, 2 gradients too, 3 weights too. offload: parts of
     weights, gradients and the optimizer's state stay on the CPU.
     """
@@ -67,6 +69,7 @@ class Parallel:
     schedule: str = "1f1b"
     context: int = 1
     exchange: str = "all-to-all"
+    expert: int = 1
     zero: int = 3
     offload: bool = False
 
@@ -82,6 +85,8 @@ class Parallel:
             raise UserError(f"Parallel: unknown exchange '{self.exchange}'. {nearest(self.exchange, EXCHANGES)}")
         if self.shard > 1 and self.zero == 1 and (self.world_size > self.shard or self.offload):
             raise UserError("zero1 splits the optimizer over all ranks and goes with no other word: use zero2 or fsdp.")
+        if self.expert > 1 and self.tensor > 1:
+            raise UserError("ep and tp both split experts: use ep with fsdp, ddp, pp or cp.")
         if self.offload and self.shard == 1:
             raise UserError("offload needs a shard axis: strategy='fsdp,offload'.")
 
@@ -97,7 +102,7 @@ class Parallel:
     @property
     def splits_weights(self) -> bool:
         """Whether a rank holds parts of weights only."""
-        return self.tensor > 1 or self.pipeline > 1 or (self.shard > 1 and self.zero > 1)
+        return self.tensor > 1 or self.pipeline > 1 or self.expert > 1 or (self.shard > 1 and self.zero > 1)
 
     @property
     def micro_batches(self) -> tuple[int, int]:
@@ -160,10 +165,6 @@ def _read(strategy: str, world_size: int, num_nodes: int) -> Parallel:
 
 
 def _axis(name: str, strategy: str) -> tuple[str, int]:
-    if name in PLANNED:
-        raise UserError(
-            f"strategy '{strategy}': '{name}' is not in this version yet. Here are: {', '.join(STRATEGIES)}."
-        )
     if name not in WORDS:
         raise UserError(f"unknown strategy '{strategy}'. {nearest(name, (*STRATEGIES, *SCHEDULES, *EXCHANGES))}")
     return WORDS[name]
@@ -205,7 +206,7 @@ def _devices(layout: Parallel, num_nodes: int) -> str:
 def _fitting(layout: Parallel, world_size: int) -> str:
     """The nearest layout that these ranks make, in words."""
     rest, words = world_size, []
-    for word, size in (("tp", layout.tensor), ("pp", layout.pipeline), ("cp", layout.context)):
+    for word, size in (("tp", layout.tensor), ("pp", layout.pipeline), ("cp", layout.context), ("ep", layout.expert)):
         if size > 1 and rest % size == 0:
             rest //= size
             words.append(f"{word}:{size}")
