@@ -132,8 +132,7 @@ def fit(folder: Path, name: str, task: type[Task] = Weighted, **settings: Any) -
     return losses.found
 
 
-@pytest.mark.parametrize("two_terms", [False, True])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(("optimizer", "two_terms"), [("adamw", True), ("sgd", False)])
 def test_a_module_of_ones_own(tmp_path: Path, optimizer: str, two_terms: bool) -> None:
     """Every axis against a plain loop: 12 steps with AdamW (fused) and SGD, clipping on, decay of matrices only."""
     task = TwoTerms if two_terms else Weighted
