@@ -1,5 +1,6 @@
 """What a model cannot do, and what a run cannot go on from: one line that names the remedy."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,14 @@ import reference
 from ranks import run_ranks
 from test_layouts import Net, fit
 from torch import nn
+from transformers import AutoConfig
 
 from twofold.errors import UserError
 from twofold.mesh.mesh import Mesh
 from twofold.models.causal_lm import CausalLM, examine
-from twofold.parallel import parse
+from twofold.models.layout_check import check_layout
+from twofold.models.load import load_shape
+from twofold.parallel import Parallel, parse
 from twofold.parallel.place import place
 
 
@@ -72,6 +76,30 @@ def refusal(strategy: str, ranks: int, model: Any, adapt: bool = False) -> str:
 )
 def test_what_a_model_cannot_do_is_refused(strategy: str, ranks: int, model: Any, message: str) -> None:
     assert all(message in found for found in run_ranks(ranks, refusal, strategy, ranks, model))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "message"),
+    [
+        ("bloom", Parallel(tensor=2), "neither transformers nor Twofold has a tensor plan for BloomForCausalLM"),
+        ("bloom", Parallel(pipeline=2), "neither transformers nor Twofold has a pipeline plan for BloomForCausalLM"),
+        ("llama", Parallel(pipeline=5), "has 4 parts in a row, too few for 5 stages: give pp fewer ranks"),
+        ("llama", Parallel(pipeline=3, schedule="zbv"), "too few for 6 stages"),
+        ("qwen3_moe", Parallel(expert=3), "4 experts do not divide by 3 ranks: use ep:2"),
+        ("gpt2", Parallel(tensor=2, pipeline=4), ""),
+        ("mixtral", Parallel(expert=2, pipeline=2, schedule="zbv"), ""),
+    ],
+)
+def test_layouts_are_checked_without_weights(tmp_path: Path, family: str, layout: Parallel, message: str) -> None:
+    if family == "bloom":
+        config = AutoConfig.for_model("bloom", hidden_size=16, n_head=2, n_layer=2, vocab_size=97)
+    else:
+        config = reference.tiny_model(family).config
+    config.save_pretrained(tmp_path)
+    shape = load_shape(str(tmp_path))
+    assert all(p.is_meta for p in shape.parameters())
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        check_layout(shape, layout)
 
 
 def test_a_plan_that_leaves_something_out_is_refused() -> None:

@@ -296,6 +296,7 @@ def test_faults_of_the_user_are_one_line_and_exit_2_before_workers_start(base: P
         (("data.max_length=12",), "row 1: data.max_length=12 cuts all of its trained tokens away"),
         (("run.strategy=fsdp:4",), "strategy shard 4 × zero 3 is for 4 rank(s), and devices × num_nodes is 2"),
         (("run.strategy=pp,dualpipev", "train.global_batch_size=3"), "needs 4 micro-batches a step on each of 1 data"),
+        (("run.strategy=ep",), "strategy 'ep': CausalLM has no experts: use fsdp or tp"),
         (("model.path=./nowhere",), "model.path: ./nowhere is no model folder"),
         (("run.folder=train.jsonl",), "cannot write the run folder train.jsonl/first: "),
         (("run.accelerator=gpu",), "accelerator"),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from twofold.mesh.mesh import Mesh
 
 show_plainly()
-_OWN_ARGUMENTS = ("callbacks", "config_text")
+_OWN_ARGUMENTS = ("callbacks", "config_text", "check")
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Trainer:
     ddp | zero1 | zero2 | fsdp | hsdp | tp, several as in "fsdp:2,tp:2", or a `Parallel`; precision: 32 | 16-mixed |
     bf16-mixed | bf16-true; callbacks: `Callback`s of your own;
     config_text: what the run folder's config.yaml says (default: these settings);
+    check: called with the layout before any worker starts, to refuse what the model cannot do;
     settings: any field of `TrainConfig` and `RunConfig` (lr, max_steps, global_batch_size, eval_steps, name …).
 
     With devices > 1 in a plain script, making a Trainer starts the script again once for every device and
@@ -73,6 +74,7 @@ class Trainer:
         precision: int | str = 32,
         callbacks: Sequence[Callback] = (),
         config_text: str | None = None,
+        check: Callable[[Parallel], None] | None = None,
         **settings: Any,
     ) -> None:
         where = {"accelerator": accelerator, "devices": devices, "num_nodes": num_nodes, "precision": precision}
@@ -92,6 +94,8 @@ class Trainer:
         given = self._made_by_agent
         self.folder = RunFolder(_from_here(given.path) if given else Path(self.run_config.folder) / name)
         if not is_worker():
+            if check is not None:
+                check(self.layout)
             self._start()
 
     def _start(self) -> None:

@@ -9,6 +9,7 @@ With label smoothing e (arXiv 1512.00567, section 7) the target is mixed with th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +19,7 @@ from twofold.config.load import validate_kwargs
 from twofold.config.schema import Config, DataOptions, Group, LoraConfig
 from twofold.errors import UserError
 from twofold.monitor.run_folder import default_name
+from twofold.parallel import Parallel
 from twofold.task import Loss, Task
 from twofold.trainer import Extras, Trainer
 
@@ -105,8 +107,20 @@ class SFTTrainer:
         self._eval_source = eval_dataset
         if trainer_arguments.get("name") is None and not trainer_arguments.get("resume"):
             trainer_arguments["name"] = default_name("sft")
-        self.trainer = Trainer(config_text=config_text, **trainer_arguments)  # with devices > 1 the workers start here
+        # With devices > 1 the workers start here.
+        self.trainer = Trainer(config_text=config_text, check=partial(self._check, model), **trainer_arguments)
         self.model = self._load_model(model)
+
+    def _check(self, model: Any, layout: Parallel) -> None:
+        """Refuses, before workers start, a layout that the model cannot be put on."""
+        if layout.tensor == layout.pipeline == layout.expert == 1:
+            return
+        from twofold.models.layout_check import check_layout
+        from twofold.models.load import load_shape
+
+        check_layout(
+            load_shape(str(model), self.args.trust_remote_code) if isinstance(model, str | Path) else model, layout
+        )
 
     def _load_tokenizer(self, model: Any) -> Any:
         from twofold.models.load import load_tokenizer

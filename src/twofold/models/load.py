@@ -94,3 +94,14 @@ def load_model(path: str, dtype: Any = None, trust_remote_code: bool = False) ->
         return AutoModelForCausalLM.from_pretrained(
             resolve_model_path(path), dtype=dtype or torch.float32, trust_remote_code=trust_remote_code
         )
+
+
+def load_shape(path: str, trust_remote_code: bool = False) -> Any:
+    """The causal model of a path or name without its weights: every tensor is on the meta device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _from_hub(path):
+        config = AutoConfig.from_pretrained(resolve_model_path(path), trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

@@ -40,8 +40,7 @@ def split(hf: Any, devices: DeviceMesh) -> None:
 
     Raises UserError if neither transformers nor this file has a plan for it.
     """
-    plan = _plan(hf, devices.size())
-    styles = dict(_rules(hf, plan))
+    styles = dict(_rules(hf, plan(hf, devices.size())))
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     tied = head.weight is embedding.weight
     modules = dict(hf.named_modules())
@@ -57,10 +56,11 @@ def split(hf: Any, devices: DeviceMesh) -> None:
         _apply(head, ALL_PARALLEL_STYLES["colwise_gather_output"], devices, skip=("weight",) if tied else ())
 
 
-def _plan(hf: Any, ranks: int) -> dict[str, str]:
-    """module, with `*` for layer numbers -> style, as this number of ranks can bear it."""
-    plan = OURS.get(hf.config.model_type) or dict(hf.tp_plan or {})
-    if not any("layers" in name or ".h." in name for name in plan):
+def plan(hf: Any, ranks: int) -> dict[str, str]:
+    """module, with `*` for layer numbers -> style, as this number of ranks can bear it. Raises UserError for a model
+    without a plan."""
+    found = OURS.get(hf.config.model_type) or dict(hf.tp_plan or {})
+    if not any("layers" in name or ".h." in name for name in found):
         raise UserError(
             f"strategy 'tp': neither transformers nor Twofold has a tensor plan for {type(hf).__name__}. Among many "
             "others Llama, Qwen2, Qwen3, Mistral, Mixtral, Gemma, Phi-3, OLMo 2, GPT-NeoX and GPT-2 have one; for this "
@@ -69,10 +69,10 @@ def _plan(hf: Any, ranks: int) -> dict[str, str]:
     config = hf.config.get_text_config()
     heads = {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads}
     if all(n % ranks == 0 for n in heads):
-        return plan
-    gathered = {name: _GATHERED.get(how, how) for name, how in plan.items() if _in_attention(name)}
+        return found
+    gathered = {name: _GATHERED.get(how, how) for name, how in found.items() if _in_attention(name)}
     whole = {name for name, how in gathered.items() if how == "replicated_with_grad_allreduce"}  # all heads are here
-    return {name: how for name, how in (plan | gathered).items() if name not in whole}
+    return {name: how for name, how in (found | gathered).items() if name not in whole}
 
 
 def _in_attention(name: str) -> bool:

@@ -40,9 +40,9 @@ def _stacked(module: Any) -> dict[str, nn.Parameter]:
     return here if any(p.ndim == 3 for p in here.values()) else {}
 
 
-def split(model: nn.Module, mesh: Mesh) -> None:
-    """Splits the experts over the axis, in place. Raises UserError if there are none, or too few."""
-    found, ranks, name = experts(model), mesh.size("expert"), type(model).__name__
+def check(model: nn.Module, ranks: int) -> None:
+    """Raises UserError if the model has no experts, or some that do not divide by the ranks."""
+    found, name = experts(model), type(model).__name__
     if not found:
         raise UserError(f"strategy 'ep': {name} has no experts: use fsdp or tp.")
     for path, module in found.items():
@@ -55,6 +55,12 @@ def split(model: nn.Module, mesh: Mesh) -> None:
             raise UserError(
                 f"strategy 'ep': {module.num_experts} experts do not divide by {ranks} ranks: use ep:{fitting}."
             )
+
+
+def split(model: nn.Module, mesh: Mesh) -> None:
+    """Splits the experts over the axis, in place. Raises UserError as `check` does."""
+    check(model, mesh.size("expert"))
+    for module in experts(model).values():
         _split(module, mesh)
 
 
