@@ -117,6 +117,14 @@ BENCHMARKS = {
 }
 
 
+TWO = ("ddp:2", "zero1:2", "zero2:2", "fsdp:2", "tp:2", "pp:2,gpipe", "pp:2,1f1b", "pp:2,interleaved")
+TWO += ("pp:2,zero-bubble", "pp:2,zbv", "pp:2,dualpipev")
+FOUR = ("ddp:4", "fsdp:4", "tp:4", "fsdp:2,tp:2", "pp:2,fsdp:2", "pp:2,tp:2")
+for strategy in TWO + FOUR:
+    peers = (Peer("raw", ROWS_SPEED, ">= 0.95", name="raw"), Peer("raw", MEMORY, "<= 1.05", name="memory"))
+    BENCHMARKS[f"layout-{strategy}"] = Benchmark("layouts.py", "twofold", peers, (strategy,), 3)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Twofold and its peers, in turn.")
     parser.add_argument("--only", default="*", help=f"names or patterns, with commas: {', '.join(BENCHMARKS)}")

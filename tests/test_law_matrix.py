@@ -39,7 +39,8 @@ FOUR += ("cp:4", "cp:2,fsdp:2", "ddp:2,cp:2,ring", "cp:2,tp:2,all-gather", "pp:2
 EIGHT = ("ddp:2,fsdp:2,tp:2", "pp:2,fsdp:2,tp:2")
 EXPERTS = ("ep:2", "ep:4", "ep:2,fsdp:2", "ddp:2,ep:2", "ep:2,pp:2", "ep:2,pp:2,zbv", "ep:2,cp:2", "ep:2,ddp:2,fsdp:2")
 EVERY_DAY = {
-    *((family, layout) for family in reference.FAMILIES for layout in ("fsdp:2", "tp:2", "pp:2,1f1b")),
+    *((family, layout) for family in reference.FAMILIES for layout in ("fsdp:2", "pp:2,1f1b")),
+    *((family, "tp:2") for family in ("qwen3", "qwen3_moe", "gemma2", "phi3", "olmo2", "gpt_neox", "gpt2")),
     *(("llama", layout) for layout in (*TWO, "ddp:2,fsdp:2,tp:2")),
     *(("qwen2", layout) for layout in (*FOUR, "pp:2,zbv", "pp:2,fsdp:2,tp:2")),
     ("qwen3_moe", "fsdp:2,tp:2"),
