@@ -32,7 +32,9 @@ test: setup
 	.venv/bin/python -m pytest -n 2
 
 matrix: setup
-	.venv/bin/python -m pytest -n 2 -m "full or not full" tests/test_law_matrix.py
+	@rm -f .matrix.jsonl
+	TWOFOLD_MATRIX=.matrix.jsonl .venv/bin/python -m pytest -n 2 -m "full or not full" tests/test_law_matrix.py; \
+	status=$$?; .venv/bin/python docs/matrix.py .matrix.jsonl; exit $$status
 
 lint: setup
 	.venv/bin/ruff check .

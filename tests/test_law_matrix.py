@@ -4,6 +4,8 @@ Twenty SGD steps with momentum and clipping on samples of unequal length, withou
 11 samples in steps of 6, so that every second step is short. The part marked `full` runs with `make matrix`.
 """
 
+import json
+import os
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
@@ -126,17 +128,27 @@ def _first_gradients(step: TrainStep, micro_batches: Any, losses: list[float]) -
 def test_losses_and_gradients(family: str, strategy: str) -> None:
     losses, first, weights = expected(family)
     assert min(losses[-2:]) < 0.85 * losses[0]
-    ranks = parse_size(strategy)
     assert max(np.abs(g).max() for g in first.values()) > 0.01
-    every = run_ranks(ranks, on_layout, family, strategy)
-    for found, gradients, ends in every:
-        assert gradients.keys() == ends.keys()
-        for name, value in gradients.items():
-            np.testing.assert_allclose(value, first[name], rtol=0, atol=1e-6, err_msg=name)
-        np.testing.assert_allclose(found, losses, rtol=1e-5)
-        for name, value in ends.items():
-            np.testing.assert_allclose(value, weights[name], rtol=0, atol=2e-5, err_msg=name)
+    every = run_ranks(parse_size(strategy), on_layout, family, strategy)
     assert {name for _, gradients, _ in every for name in gradients} == first.keys()  # stages hold some each
+    worst = {
+        "loss": max(np.abs(np.divide(found, losses) - 1).max() for found, _, _ in every),
+        "gradient": max(np.abs(g - first[name]).max() for _, gradients, _ in every for name, g in gradients.items()),
+        "weight": max(np.abs(w - weights[name]).max() for _, _, ends in every for name, w in ends.items()),
+    }
+    record(family, strategy, worst)
+    assert worst["gradient"] <= 1e-6
+    assert worst["loss"] <= 1e-5
+    assert worst["weight"] <= 2e-5
+
+
+def record(family: str, strategy: str, worst: dict[str, Any]) -> None:
+    """A line for the table of the documentation (`make matrix`, docs/matrix.py)."""
+    path = os.environ.get("TWOFOLD_MATRIX")
+    if path:
+        line = {"family": family, "strategy": strategy, **{name: float(value) for name, value in worst.items()}}
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def parse_size(strategy: str) -> int:
