@@ -34,10 +34,18 @@ ORDER = Order(len(SAMPLES), BATCH, seed=5)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
 PIPELINES = tuple(f"pp:2,{schedule}" for schedule in SCHEDULES)
 CONTEXTS = ("cp:2", "cp:2,all-gather", "cp:2,ring")
-TWO = ("ddp:2", "zero1:2", "zero2:2", "fsdp:2", "fsdp:2,offload", "tp:2", *PIPELINES, *CONTEXTS)
+TWO = ("ddp:2", "zero1:2", "zero2:2", "fsdp:2", "fsdp:2,offload", "tp:2", "tp:2,sequence", *PIPELINES, *CONTEXTS)
 FOUR = ("ddp:2,fsdp:2", "fsdp:2,tp:2", "ddp:2,tp:2", "fsdp:4", "tp:4", "pp:4")
 FOUR += ("pp:2,ddp:2,interleaved", "pp:2,fsdp:2", "pp:2,fsdp:2,zbv", "pp:2,tp:2", "pp:2,tp:2,dualpipev")
-FOUR += ("cp:4", "cp:2,fsdp:2", "ddp:2,cp:2,ring", "cp:2,tp:2,all-gather", "pp:2,cp:2", "pp:2,cp:2,zbv,ring")
+FOUR += (
+    "cp:4",
+    "cp:2,fsdp:2",
+    "ddp:2,cp:2,ring",
+    "cp:2,tp:2,all-gather",
+    "fsdp:2,tp:2,sequence",
+    "pp:2,cp:2",
+    "pp:2,cp:2,zbv,ring",
+)
 EIGHT = ("ddp:2,fsdp:2,tp:2", "pp:2,fsdp:2,tp:2")
 EXPERTS = ("ep:2", "ep:4", "ep:2,fsdp:2", "ddp:2,ep:2", "ep:2,pp:2", "ep:2,pp:2,zbv", "ep:2,cp:2", "ep:2,ddp:2,fsdp:2")
 EVERY_DAY = {
@@ -51,6 +59,8 @@ EVERY_DAY = {
     ("mixtral", "ep:2"),
     ("gemma2", "cp:2,ring"),  # soft-capped logits and a sliding window
     ("mistral", "cp:2,all-gather"),
+    ("qwen3_moe", "tp:2,sequence"),
+    ("gpt2", "tp:2,sequence"),
 }
 
 

@@ -83,7 +83,14 @@ def _outside(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 LAYOUTS = [("single", 1), ("ddp", 4), ("zero2", 4), ("fsdp", 4), ("hsdp:2", 4), ("tp", 2), ("fsdp:2,tp:2", 4)]
-LAYOUTS += [("ddp:2,fsdp:2,tp:2", 8), ("pp:2,zbv", 2), ("pp:2,fsdp:2,tp:2,zbv", 8), ("ep:2", 2), ("ep:2,fsdp:2", 4)]
+LAYOUTS += [
+    ("ddp:2,fsdp:2,tp:2", 8),
+    ("pp:2,zbv", 2),
+    ("pp:2,fsdp:2,tp:2,zbv", 8),
+    ("ep:2", 2),
+    ("ep:2,fsdp:2", 4),
+    ("tp:2,sequence", 2),
+]
 LAYOUTS += [(f"fsdp:2,cp:2,{exchange}", 4) for exchange in EXCHANGES]
 
 

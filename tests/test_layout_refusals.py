@@ -68,6 +68,7 @@ def refusal(strategy: str, ranks: int, model: Any, adapt: bool = False) -> str:
     [
         ("pp", 2, nn.Linear(3, 3), "Linear declares no pipeline_plan. Give it one that names its parts"),
         ("pp,zbv", 3, Net(), "Net has 4 parts in a row, too few for 6 stages: give pp fewer ranks"),
+        ("tp,sequence", 2, Net(), "'sequence' is for language models: in the tensor_plan of Net, use torch's"),
         ("cp", 2, Net(), "Net has no method split_context"),
         ("cp", 2, "mistral", "needs samples without padding, and model.attention is padded"),
         ("ep", 2, "llama", "CausalLM has no experts: use fsdp or tp"),

@@ -251,12 +251,13 @@ def lora_gradients(strategy: str, ranks: int, family: str) -> tuple[dict, int, i
     return full, held, every
 
 
-ADAPTED = [("fsdp", 2), ("tp", 2), ("fsdp:2,tp:2", 4), ("pp,gpipe", 2), ("fsdp:2,cp:2", 4)]
+ADAPTED = [("fsdp", 2), ("tp", 2), ("fsdp:2,tp:2", 4), ("pp,gpipe", 2), ("fsdp:2,cp:2", 4), ("tp,sequence", 2)]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "phi3", "gpt2"])
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("fsdp", 2), ("tp", 2), ("fsdp:2,tp:2", 4), ("pp,gpipe", 2), ("fsdp:2,cp:2", 4)]
+    ("strategy", "ranks"),
+    [("fsdp", 2), ("tp", 2), ("fsdp:2,tp:2", 4), ("pp,gpipe", 2), ("fsdp:2,cp:2", 4), ("tp,sequence", 2)],
 )
 def test_lora(family: str, strategy: str, ranks: int) -> None:
     """Every rank has the same samples here, so that the mean over data ranks is the gradient of one process."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class CausalLM(nn.Module):
         self.packed = packed and abilities.packed
         self.hidden_dtype = torch.float32
         self.context: Context | None = None
+        self.sequence: Context | None = None
         if self.packed:
             bare(model).set_attn_implementation(attention.NAME)
 
@@ -99,19 +101,44 @@ class CausalLM(nn.Module):
         logp, mean = self._logps(context.gather(hidden, 1), predict_at, targets, with_mean)
         return context.join(logp, 0)[:n].clone(), None if mean is None else context.join(mean, 0)[:n].clone()
 
-    def split_tensor(self, devices: DeviceMesh) -> None:
-        """Puts the model on the tensor axis (`parallel/tensor.py`)."""
+    def _part_of_row(
+        self, input_ids: Tensor, position_ids: Tensor, sample_lengths: Sequence[int]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """This rank's piece of a row of samples, which a sample of filler makes divisible."""
+        filler = -input_ids.shape[1] % self._pieces
+        ids, positions = (F.pad(x, (0, filler)) for x in (input_ids, position_ids))
+        for axis in (self.context, self.sequence):
+            if axis is not None:
+                ids, positions = axis.part(ids, 1), axis.part(positions, 1)
+        lengths = (*sample_lengths, filler) if filler else tuple(sample_lengths)
+        inputs: dict[str, Any] = {"position_ids": positions, "sample_lengths": lengths}
+        return ids, inputs | ({"context": self.context} if self.context is not None else {})
+
+    def split_tensor(self, devices: DeviceMesh, sequence: bool = False) -> None:
+        """Puts the model on the tensor axis (`parallel/tensor.py`). sequence: with sequence parallel."""
+        from twofold.models import sequence as sequence_parallel
         from twofold.models import tensor_plan
 
         tensor_plan.split(bare(self.hf), devices)
+        if sequence:
+            self._check_packed("sequence")
+            self.sequence = Context("", devices.get_group(), devices.get_local_rank(), devices.size())
+            sequence_parallel.install(bare(self.hf), self.sequence, devices)
+
+    def _check_packed(self, word: str) -> None:
+        if not self.packed:
+            why = self.abilities.why or "model.attention is padded"
+            raise UserError(f"strategy '{word}' needs samples without padding, and {why}.")
 
     def split_context(self, context: Context) -> None:
         """Puts the model on the context axis (`parallel/context.py`)."""
-        if not self.packed:
-            raise UserError(
-                f"strategy 'cp' needs samples without padding, and {self.abilities.why or 'model.attention is padded'}."
-            )
+        self._check_packed("cp")
         self.context = context
+
+    @property
+    def _pieces(self) -> int:
+        """Into how many a row is split over ranks."""
+        return prod(axis.ranks for axis in (self.context, self.sequence) if axis is not None)
 
     # The pipeline axis (`parallel/stages.py`)
 
@@ -136,8 +163,7 @@ class CausalLM(nn.Module):
         """What passes between stages: hidden states, [rows, tokens, width]."""
         width = bare(self.hf).config.get_text_config().hidden_size
         rows, tokens = input_ids.shape
-        if self.context is not None:
-            tokens = -(-tokens // self.context.ranks)
+        tokens = -(-tokens // self._pieces)
         return torch.empty((rows, tokens, width), dtype=self.hidden_dtype, device="meta")
 
     def run_stage(
@@ -151,25 +177,17 @@ class CausalLM(nn.Module):
     ) -> Any:
         """`forward` on one stage: takes hidden states unless it is the first, returns them unless it is the last."""
         model, context = bare(self.hf), self.context
-        if context is not None:
-            input_ids, inputs = _part_of_row(context, input_ids, **inputs)
+        if self._pieces > 1:
+            input_ids, inputs = self._part_of_row(input_ids, **inputs)
         given = {"input_ids": input_ids} if activation is None else {"inputs_embeds": activation}
         hidden = decoder(model)(**given, use_cache=False, **inputs).last_hidden_state
         if isinstance(model.get_output_embeddings(), Skip):
             return hidden
+        if self.sequence is not None:
+            hidden = self.sequence.join(hidden, 1)
         if context is not None:
             return self._shared_logps(context, hidden, predict_at, targets, with_mean)
         return self._logps(hidden, predict_at, targets, with_mean)
-
-
-def _part_of_row(
-    context: Context, input_ids: Tensor, position_ids: Tensor, sample_lengths: Sequence[int]
-) -> tuple[Tensor, dict[str, Any]]:
-    """This rank's piece of a row of samples, which a sample of filler makes divisible."""
-    filler = -input_ids.shape[1] % context.ranks
-    ids, positions = (context.part(F.pad(x, (0, filler)), 1) for x in (input_ids, position_ids))
-    lengths = (*sample_lengths, filler) if filler else tuple(sample_lengths)
-    return ids, {"position_ids": positions, "sample_lengths": lengths, "context": context}
 
 
 def _local(head: nn.Linear) -> tuple[Tensor, Tensor | None, Slice | None]:

@@ -100,7 +100,7 @@ def _rules(hf: Any, plan: dict[str, str]) -> Iterator[tuple[str, TensorParallelL
 
 def _style(how: str, module: nn.Module) -> TensorParallelLayer:
     if how == "replicated_with_grad_allreduce":
-        return _SummedGradients()
+        return SummedGradients()
     style = ALL_PARALLEL_STYLES[how]
     return _transposed(style) if isinstance(module, Conv1D) else style
 
@@ -142,7 +142,7 @@ class _SumGradient(torch.autograd.Function):
         return grad, None
 
 
-class _SummedGradients(TensorParallelLayer):
+class SummedGradients(TensorParallelLayer):
     """Weights that every rank applies to its own heads (q_norm, k_norm).
 
     transformers' own style adds up `param.grad` after each backward pass, which counts earlier micro-batches again.

@@ -43,7 +43,7 @@ def place(model: Any, mesh: Mesh, layout: Parallel) -> Placed:
     if layout.expert > 1:
         expert.split(model, mesh)
     if layout.tensor > 1:
-        tensor.split(model, mesh)
+        tensor.split(model, mesh, layout.sequence)
     twins = stages.twins(model, plan)
     stages.untie(model, twins)
     trees = {i: stages.structure(model, plan[i], plan) for i in mine}

@@ -28,5 +28,5 @@ def place(model: nn.Module, mesh: Mesh, layout: Parallel | None = None) -> Place
     if layout.expert > 1:
         expert.split(model, mesh)
     if layout.tensor > 1:
-        tensor.split(model, mesh)
+        tensor.split(model, mesh, layout.sequence)
     return shard.shard(model, mesh, layout)

@@ -5,7 +5,8 @@
     zero2        gradients and the optimizer's state in parts
     zero3, fsdp  weights too
     hsdp         parts within groups of ranks, copies of the groups
-    tp           tensor: each weight matrix split, all ranks work on the same samples
+    tp           tensor: each weight matrix split, all ranks work on the same samples; with the word "sequence" each
+                 keeps a piece of the tokens between split layers, as in "tp:2,sequence"
     pp           pipeline: each rank holds some of the layers, and micro-batches pass through; its schedule is one
                  word more: gpipe, 1f1b (the default), interleaved, zero-bubble, zbv or dualpipev, as in "pp:2,zbv"
     cp           context: ranks share the tokens of the same samples; how attention exchanges is one word more:
@@ -54,7 +55,8 @@ class Parallel:
     """Ranks along each axis of the mesh.
 
     replicate: copies of the model, each on a share of a step's samples; shard: ranks that hold a copy in parts, each
-    on a share of the samples too; tensor: ranks that split every weight matrix and work on the same samples;
+    on a share of the samples too; tensor: ranks that split every weight matrix and work on the same samples,
+    and sequence: whether each keeps only a piece of the tokens between those matrices;
     pipeline: ranks that hold some of the layers each, and schedule: in which order they run a step's micro-batches;
     context: ranks that share the tokens of the same samples, and exchange: how their attention meets;
     expert: ranks that hold some experts of a mixture each, and each work on a share of the samples.
@@ -65,6 +67,7 @@ class Parallel:
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
+    sequence: bool = False
     pipeline: int = 1
     schedule: str = "1f1b"
     context: int = 1
@@ -87,6 +90,8 @@ class Parallel:
             raise UserError("zero1 splits the optimizer over all ranks and goes with no other word: use zero2 or fsdp.")
         if self.expert > 1 and self.tensor > 1:
             raise UserError("ep and tp both split experts: use ep with fsdp, ddp, pp or cp.")
+        if self.sequence and self.tensor == 1:
+            raise UserError("sequence needs a tensor axis: strategy='tp,sequence'.")
         if self.offload and self.shard == 1:
             raise UserError("offload needs a shard axis: strategy='fsdp,offload'.")
 
@@ -117,6 +122,8 @@ class Parallel:
             parts.append(self.schedule)
         if self.context > 1:
             parts.append(self.exchange)
+        if self.sequence:
+            parts.append("sequence")
         return " × ".join(parts + ["offload"] * self.offload) or "single"
 
 
@@ -141,8 +148,8 @@ def _read(strategy: str, world_size: int, num_nodes: int) -> Parallel:
     words = [word.strip() for word in strategy.split(",")]
     for word in words:
         name, _, number = word.partition(":")
-        if word == "offload":
-            more["offload"] = True
+        if word in ("offload", "sequence"):
+            more[word] = True
             continue
         if word in SCHEDULES:
             more["schedule"] = word

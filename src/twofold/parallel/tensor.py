@@ -3,7 +3,7 @@
 What is split and how is the model's to say, in one of two ways:
 
     tensor_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}     # an attribute of a module of one's own
-    def split_tensor(self, devices: DeviceMesh) -> None                      # a method that does it (CausalLM)
+    def split_tensor(self, devices: DeviceMesh, sequence: bool) -> None      # a method that does it (CausalLM)
 
 colwise: a linear layer's output features, left split; colwise_gather: gathered again; rowwise: its input features,
 which come split from a colwise layer; embedding: the rows of an embedding. PyTorch's `parallelize_module` does the
@@ -29,12 +29,18 @@ STYLES = {
 }
 
 
-def split(model: Any, mesh: Mesh) -> None:
-    """Splits the model over the tensor axis, in place. Raises UserError if it has no plan."""
+def split(model: Any, mesh: Mesh, sequence: bool = False) -> None:
+    """Splits the model over the tensor axis, in place. sequence: between split layers each rank has a piece of the
+    tokens. Raises UserError if it has no plan."""
     devices = mesh.sub("tensor")
     if hasattr(model, "split_tensor"):
-        model.split_tensor(devices)
+        model.split_tensor(devices, sequence)
         return
+    if sequence:
+        raise UserError(
+            f"strategy 'sequence' is for language models: in the tensor_plan of {type(model).__name__}, use torch's "
+            "SequenceParallel and its kin as values."
+        )
     plan = getattr(model, "tensor_plan", None)
     if not plan:
         raise UserError(
