@@ -91,7 +91,7 @@ LAYOUTS += [
     ("ep:2,fsdp:2", 4),
     ("tp:2,sequence", 2),
 ]
-LAYOUTS += [(f"fsdp:2,cp:2,{exchange}", 4) for exchange in EXCHANGES]
+LAYOUTS += [(f"fsdp:2,cp:2,{exchange}", 4) for exchange in EXCHANGES] + [("tp:2,sequence", 2)]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), LAYOUTS)

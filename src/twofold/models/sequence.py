@@ -1,9 +1,9 @@
 """Sequence parallel: between the layers that the tensor axis splits, each of its ranks keeps a piece of the tokens.
 
 Norms, dropout and residuals are then computed, and kept for the backward pass, once and not on every rank
-(arXiv 2205.05198, section 4.2). Of each decoder layer, the children that hold split weights (attention, the MLP) get
-all tokens and give back this rank's piece; what lies outside of them sees pieces only, so gradients of its weights are
-summed over the axis. Split layers keep their own reductions, so an all-gather comes on top of each: memory is saved,
+(arXiv 2205.05198, section 4.2). Of each decoder layer, the children that are more than one module (attention, the
+MLP) get all tokens and give back this rank's piece; what lies outside of them sees pieces only, so gradients of its
+weights are summed over the axis. Split layers keep their own reductions, so an all-gather comes on top of each: memory is saved,
 traffic is not.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from twofold.models.tensor_plan import SummedGradients
@@ -37,21 +37,17 @@ class _Piece(torch.autograd.Function):
 def install(hf: Any, context: Context, devices: Any) -> None:
     """Puts a Hugging Face model, split over the tensor axis, on pieces of the row. context: the tensor axis."""
     inside: set[int] = set()
-    split = [child for block in blocks(hf) for child in block.children() if _is_split(child)]
+    whole = [child for block in blocks(hf) for child in block.children() if any(True for _ in child.children())]
     embedding = hf.get_input_embeddings()
     if isinstance(getattr(embedding, "weight", None), DTensor):
-        split.append(embedding)
-    for module in split:
+        whole.append(embedding)
+    for module in whole:
         module.forward = _whole_inside(module.forward, context)
         inside |= {id(m) for m in module.modules()}
     head = hf.get_output_embeddings()
     for module in hf.modules():
         if id(module) not in inside and module is not head and any(True for _ in module.parameters(recurse=False)):
             SummedGradients().install_forward(module, devices)
-
-
-def _is_split(module: nn.Module) -> bool:
-    return any(isinstance(p, DTensor) for p in module.parameters())
 
 
 def _whole_inside(forward: Callable[..., Any], context: Context) -> Callable[..., Any]:
