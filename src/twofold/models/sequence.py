@@ -3,8 +3,8 @@
 Norms, dropout and residuals are then computed, and kept for the backward pass, once and not on every rank
 (arXiv 2205.05198, section 4.2). Of each decoder layer, the children that are more than one module (attention, the
 MLP) get all tokens and give back this rank's piece; what lies outside of them sees pieces only, so gradients of its
-weights are summed over the axis. Split layers keep their own reductions, so an all-gather comes on top of each: memory is saved,
-traffic is not.
+weights are summed over the axis. Split layers keep their own reductions, so an all-gather comes on top of each: memory
+is saved, traffic is not.
 """
 
 from __future__ import annotations
