@@ -24,8 +24,9 @@ from twofold.engine.step import StepResult, TrainStep
 from twofold.mesh.mesh import Mesh
 from twofold.methods.sft import SFT
 from twofold.models.causal_lm import CausalLM, examine
-from twofold.parallel import DATA_AXES, parse
+from twofold.parallel import DATA_AXES, Parallel, parse
 from twofold.parallel.place import place
+from twofold.parallel.strategy import AXES
 
 SAMPLES = reference.tiny_samples(11, seed=3)
 STEPS, BATCH, CLIP = 20, 6, 0.5
@@ -88,11 +89,11 @@ def whole(x: torch.Tensor) -> np.ndarray:
     return (x.full_tensor() if isinstance(x, DTensor) else x).clone().numpy()
 
 
-def on_layout(family: str, strategy: str) -> tuple[list[float], dict, dict]:
+def on_layout(family: str, strategy: str | Parallel) -> tuple[list[float], dict, dict]:
     """The same from this rank of a layout."""
     mesh = Mesh.join("cpu")
     layout = parse(strategy, mesh.world_size)
-    mesh.arrange(layout.sizes)
+    mesh.arrange(layout.sizes, layout.timeouts, layout.backends)
     model = reference.tiny_model(family)
     task = SFT(CausalLM(model, examine(model)))
     placed = place(task.model, mesh, layout)
@@ -136,6 +137,28 @@ def _first_gradients(step: TrainStep, micro_batches: Any, losses: list[float]) -
 
 @pytest.mark.parametrize(("family", "strategy"), cases())
 def test_losses_and_gradients(family: str, strategy: str) -> None:
+    check(family, strategy, parse_size(strategy))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order"),
+    [
+        ({"shard": 2, "tensor": 2}, "tensor shard"),
+        pytest.param({"replicate": 2, "shard": 2}, "shard replicate", marks=pytest.mark.full),
+        pytest.param({"pipeline": 2, "shard": 2}, "shard pipeline", marks=pytest.mark.full),
+        pytest.param({"shard": 2, "context": 2}, "context shard", marks=pytest.mark.full),
+        pytest.param({"expert": 2, "shard": 2}, "expert shard", marks=pytest.mark.full),
+        pytest.param({"replicate": 2, "shard": 2, "tensor": 2}, "tensor shard replicate", marks=pytest.mark.full),
+    ],
+)
+def test_another_order_of_axes(sizes: dict[str, int], order: str) -> None:
+    """Where ranks lie on the machine changes nothing."""
+    axes = order.split()
+    layout = Parallel(**sizes, order=(*(axis for axis in AXES if axis not in axes), *axes))
+    check("qwen3_moe" if "expert" in sizes else "llama", layout, layout.world_size)
+
+
+def check(family: str, strategy: str | Parallel, ranks: int) -> None:
     losses, first, weights = expected(family)
     assert min(losses[-2:]) < 0.85 * losses[0]
     assert max(np.abs(g).max() for g in first.values()) > 0.01

@@ -1,5 +1,7 @@
 """The words of `strategy=`: what they mean, and what is refused with which remedy."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from twofold.errors import UserError
 from twofold.mesh.mesh import Mesh
 from twofold.parallel import Parallel, parse
 from twofold.parallel.schedules import SCHEDULES
+from twofold.parallel.strategy import AXES
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,37 @@ def test_sizes_are_numbers_of_ranks() -> None:
         Parallel(pipeline=2, schedule="1f2b")
     with pytest.raises(UserError, match=r"unknown exchange 'rings'\. Did you mean 'ring'"):
         Parallel(context=2, exchange="rings")
+
+
+def test_order_timeouts_and_backends() -> None:
+    """They are part of a layout: equal and hashable, and the sizes come in the order."""
+    order = ("tensor", "pipeline", "replicate", "expert", "context", "shard")
+    layout = Parallel(shard=2, tensor=2, order=list(order), timeouts={"tensor": 60}, backends={"shard": "gloo"})  # type: ignore[arg-type]
+    assert tuple(layout.sizes) == layout.order == order
+    assert str(layout) == "tensor 2 × shard 2 × zero 3"
+    again = Parallel(shard=2, tensor=2, order=order, timeouts={"tensor": 60.0}, backends={"shard": "gloo"})
+    assert layout == again
+    assert hash(layout) == hash(again)
+    assert layout != Parallel(shard=2, tensor=2, order=order)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": ("tensor", "shard")}, r"order must name every axis once, outermost first, as in \('pipeline', "),
+        ({"order": "tensor"}, r"order must name every axis once"),
+        ({"order": (*AXES[:-1], "tensr")}, r"'tensr' is none\. Did you mean 'tensor'"),
+        ({"order": (*AXES, "tensor")}, r"order must name every axis once"),
+        ({"timeouts": {"tensr": 60}}, r"timeouts has the unknown axis 'tensr'\. Did you mean 'tensor'"),
+        ({"timeouts": {"tensor": 0}}, r"timeouts\['tensor'\] must be seconds above 0, not 0"),
+        ({"timeouts": 60}, r"timeouts must give axes seconds above 0, as in \{'tensor': …\}, not 60"),
+        ({"backends": {"shards": "nccl"}}, r"backends has the unknown axis 'shards'\. Did you mean 'shard'"),
+        ({"backends": {"shard": None}}, r"backends\['shard'\] must be the name of a backend, not None"),
+    ],
+)
+def test_options_of_axes_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Parallel(shard=2, **options)
 
 
 def test_places_on_the_mesh() -> None:

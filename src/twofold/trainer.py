@@ -129,7 +129,7 @@ class Trainer:
         extras = extras or Extras()
         with guard(self.folder.logs):
             mesh = Mesh.join(self.device_type)
-            mesh.arrange(self.layout.sizes)
+            mesh.arrange(self.layout.sizes, self.layout.timeouts, self.layout.backends)
             if self.device_type == "cpu":
                 keep_freed_memory()
             self.folder = RunFolder(mesh.broadcast_object(self.folder.path))

@@ -20,15 +20,17 @@ from twofold.engine.checkpoint import Checkpoints, Progress
 from twofold.engine.evaluate import evaluate
 from twofold.engine.feed import Feed
 from twofold.engine.optim import schedule
-from twofold.engine.step import StepResult, TrainStep
+from twofold.engine.step import MicroBatch, StepResult, TrainStep
 from twofold.engine.sums import Sums
 from twofold.mesh.mesh import Mesh
+from twofold.mesh.traffic import Traffic
 from twofold.monitor.callback import Callback
 from twofold.monitor.memory import process_memory_mb
 from twofold.parallel.whole import Whole
 from twofold.task import Task
 
 _MOST_UNCHECKED = 100
+_COUNTED = 2  # steps before the one whose traffic is counted: in the second, DDP still arranges its buckets
 
 
 class NotFinite(ArithmeticError):
@@ -75,11 +77,13 @@ class Loop:
     saved_step: int | None = None
     memory_mb: float = 0.0
     memory_due: float = 0.0
+    sent: dict[str, int] = field(default_factory=dict)
     unchecked: list[tuple[int, StepResult]] = field(default_factory=list)
     each_step: list[Callable[[int], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.lr_at = schedule(self.config, self.max_steps)
+        self.counted_step = self.progress.step + _COUNTED if self.mesh.world_size > 1 else None
         if self.progress.window is not None:  # resumed in the middle of one
             self.window, self.units = Sums.restored(self.progress.window), self.progress.window_units
         self.each_step = [c.on_step for c in self._listeners() if type(c).on_step is not Callback.on_step]
@@ -104,7 +108,7 @@ class Loop:
         for k, micro_batches in enumerate(self.train.steps(self.progress.step, self.max_steps), self.progress.step):
             logs = (k + 1) % self.config.logging_steps == 0 or k + 1 == self.max_steps
             lr = self._set_lr(k)
-            result = self.step(micro_batches, want_norm=logs)
+            result = self._run_step(k, micro_batches, logs)
             self.progress.step = k + 1
             self.unchecked.append((k, result))
             if logs or len(self.unchecked) == _MOST_UNCHECKED:
@@ -116,6 +120,15 @@ class Loop:
                 self._log(k + 1, lr, result)
             self._after(k + 1)
         return self._finish(time.perf_counter() - began)
+
+    def _run_step(self, k: int, micro_batches: Sequence[MicroBatch], want_norm: bool) -> StepResult:
+        """One step. In one of a run's first it is counted what this rank sends to others."""
+        if k != self.counted_step:
+            return self.step(micro_batches, want_norm=want_norm)
+        with Traffic(self.mesh) as traffic:
+            result = self.step(micro_batches, want_norm=want_norm)
+        self.sent = traffic.bytes
+        return result
 
     def _set_lr(self, k: int) -> float:
         lr = self.lr_at(k)
@@ -177,6 +190,8 @@ class Loop:
             self.memory_mb, self.memory_due = process_memory_mb().peak, now + 1.0
         row["memory_mb"] = self.memory_mb
         row["epoch"] = step / self.train.order.steps_per_epoch
+        row |= {f"comm_mb_{axis}": size / 2**20 for axis, size in self.sent.items()}
+        self.sent = {}
         self.window, self.units, self.since, self.last_row = Sums(), 0, now, row
         self.tell("on_log", row)
 

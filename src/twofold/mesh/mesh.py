@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from twofold.errors import UserError
 from twofold.mesh.devices import in_launcher_environment
 
 T = TypeVar("T")
@@ -64,7 +65,7 @@ class Mesh:
             return cls(0, 1, local_rank, device)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-            timeout=timedelta(seconds=float(os.environ.get(TIMEOUT_VARIABLE, _TIMEOUT_SECONDS))),
+            timeout=timedelta(seconds=_run_timeout()),
             device_id=device if device_type == "cuda" else None,
         )
         mesh = cls(dist.get_rank(), dist.get_world_size(), local_rank, device, _owns_group=True)
@@ -76,15 +77,27 @@ class Mesh:
         """Whether this is the rank that prints and writes."""
         return self.rank == 0
 
-    def arrange(self, sizes: Mapping[str, int]) -> None:
-        """Names the ranks by axes, outermost first; the product of the sizes is `world_size`. Every rank calls it."""
+    def arrange(
+        self,
+        sizes: Mapping[str, int],
+        timeouts: Mapping[str, float] | None = None,
+        backends: Mapping[str, str] | None = None,
+    ) -> None:
+        """Names the ranks by axes, outermost first; the product of the sizes is `world_size`. Every rank calls it.
+
+        timeouts: axis -> seconds that its exchanges wait for a rank, instead of the run's; backends: axis -> backend,
+        as `init_process_group` takes it. Raises UserError for a backend that is not there.
+        """
         if prod(sizes.values()) != self.world_size:
             raise ValueError(f"axes {dict(sizes)} are not for {self.world_size} ranks")
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self._devices, self._flat = None, {}
         if self.world_size > 1:
             names, shape = tuple(self.sizes), tuple(self.sizes.values())
-            self._devices = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+            own = _backends(names, timeouts or {}, backends or {})
+            self._devices = init_device_mesh(self.device.type, shape, mesh_dim_names=names, backend_override=own)
+            for axis in names:
+                _wait_at_most((timeouts or {}).get(axis), self.group(axis))
 
     def size(self, *axes: str) -> int:
         """Ranks along these axes together."""
@@ -110,6 +123,7 @@ class Mesh:
             names = tuple(name for name in self.sizes if name in ((axis,) if isinstance(axis, str) else axis))
             if len(names) > 1 and names not in self._flat:
                 self._flat[names] = self._devices[names]._flatten("_".join(names))
+                _wait_at_most(None, self._flat[names].get_group())
             parts += [self._flat[names] if len(names) > 1 else self._devices[names[0]]] if names else []
         return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
 
@@ -117,12 +131,18 @@ class Mesh:
         """The process group of an axis."""
         return self.sub(axis).get_group()
 
+    def axes_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """The axes along which these ranks lie apart, outermost first."""
+        places = np.unravel_index(np.asarray(ranks), tuple(self.sizes.values()))
+        return tuple(axis for axis, place in zip(self.sizes, places, strict=True) if np.unique(place).size > 1)
+
     def part_of(self, axis: str, coordinates: Sequence[int]) -> Any:
         """A process group of the ranks at these places of an axis, one group for every place on the other axes: the
         one of this rank, None if it has none or is alone there. Every rank calls it."""
         ranks = np.arange(self.world_size).reshape(tuple(self.sizes.values()))
         lines = np.moveaxis(ranks, list(self.sizes).index(axis), -1).reshape(-1, self.size(axis))[:, list(coordinates)]
         group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
+        _wait_at_most(None, group)
         return group if len(coordinates) > 1 else None
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -180,3 +200,29 @@ class Mesh:
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
+
+
+def _run_timeout() -> float:
+    return float(os.environ.get(TIMEOUT_VARIABLE, _TIMEOUT_SECONDS))
+
+
+def _backends(axes: Sequence[str], timeouts: Mapping[str, float], backends: Mapping[str, str]) -> Any:
+    """What init_device_mesh is told of the axes that need a group of their own: a single axis would share that of all
+    ranks otherwise. None if there are none."""
+    for axis, backend in backends.items():
+        for name in (part.rpartition(":")[2] for part in backend.split(",")):
+            if axis in axes and not dist.is_backend_available(name):
+                known = ", ".join(b for b in dist.Backend.backend_list if dist.is_backend_available(b))
+                raise UserError(f"Parallel: backend '{name}' of axis {axis} is not available here; there is: {known}.")
+    own = [axis for axis in axes if axis in timeouts or axis in backends]
+    return {axis: (backends.get(axis, dist.get_backend_config()), None) for axis in own} or None
+
+
+def _wait_at_most(seconds: float | None, group: Any) -> None:
+    """Sets how long exchanges in a group wait for a rank. None: as long as the run's (torch gives a new group its own
+    default)."""
+    if seconds is None:
+        known = ("gloo", "nccl")
+        if group is None or group is dist.group.WORLD or not any(n in dist.get_backend_config(group) for n in known):
+            return
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=_run_timeout() if seconds is None else seconds), group)

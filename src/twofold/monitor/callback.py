@@ -41,7 +41,8 @@ class Callback:
     def on_log(self, row: dict[str, Any]) -> None:
         """Every `logging_steps`. `row`: "step", "split" ("train"), "loss" (mean since the last row), "lr",
         "grad_norm" (before clipping), "tokens" (so far in this run), "tokens_per_second", "memory_mb" (of
-        this rank, MiB), "epoch", and the metrics that the task reports.
+        this rank, MiB), "epoch", and the metrics that the task reports. One of the first rows of a run on several
+        ranks has "comm_mb_AXIS" too: what this rank sent on an axis of the mesh in one step (MiB).
         """
 
     def on_eval(self, row: dict[str, Any]) -> None:

@@ -19,7 +19,8 @@ ranks that are left. The word "offload" keeps parts on the CPU between uses (wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -62,6 +63,9 @@ class Parallel:
     expert: ranks that hold some experts of a mixture each, and each work on a share of the samples.
     zero: what the shard axis splits: 1 the optimizer's state, 2 gradients too, 3 weights too. offload: parts of
     weights, gradients and the optimizer's state stay on the CPU.
+    order: all axes, outermost first: ranks of the last one are neighbours, inside a node. timeouts: axis -> seconds
+    that its exchanges wait for a rank (the run's otherwise); backends: axis -> its backend, as in "nccl", "gloo" or
+    "cpu:gloo,cuda:nccl". Groups over several axes, and of all ranks, have the run's.
     """
 
     replicate: int = 1
@@ -75,8 +79,14 @@ class Parallel:
     expert: int = 1
     zero: int = 3
     offload: bool = False
+    order: tuple[str, ...] = AXES
+    timeouts: Mapping[str, float] = field(default_factory=dict, hash=False)
+    backends: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "order", _checked_order(self.order))
+        _check_axes("timeouts", self.timeouts, "seconds above 0", _is_seconds)
+        _check_axes("backends", self.backends, "the name of a backend", lambda x: isinstance(x, str) and bool(x))
         for axis, size in self.sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise UserError(f"Parallel: {axis} must be a number of ranks from 1 on, not {size!r}.")
@@ -98,7 +108,7 @@ class Parallel:
     @property
     def sizes(self) -> dict[str, int]:
         """axis -> ranks, outermost first."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        return {axis: getattr(self, axis) for axis in self.order}
 
     @property
     def world_size(self) -> int:
@@ -125,6 +135,30 @@ class Parallel:
         if self.sequence:
             parts.append("sequence")
         return " × ".join(parts + ["offload"] * self.offload) or "single"
+
+
+def _checked_order(order: Any) -> tuple[str, ...]:
+    names = [str(axis) for axis in order] if isinstance(order, tuple | list) else []
+    if sorted(names) != sorted(AXES):
+        unknown = [name for name in names if name not in AXES]
+        hint = f" '{unknown[0]}' is none. {nearest(unknown[0], AXES)}" if unknown else ""
+        raise UserError(f"Parallel: order must name every axis once, outermost first, as in {AXES}.{hint}")
+    return tuple(names)
+
+
+def _check_axes(name: str, values: Any, what: str, fits: Callable[[Any], bool]) -> None:
+    """Raises UserError unless `values` gives axes something that fits."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"Parallel: {name} must give axes {what}, as in {{'tensor': …}}, not {values!r}.")
+    for axis, value in values.items():
+        if axis not in AXES:
+            raise UserError(f"Parallel: {name} has the unknown axis '{axis}'. {nearest(str(axis), AXES)}")
+        if not fits(value):
+            raise UserError(f"Parallel: {name}['{axis}'] must be {what}, not {value!r}.")
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def parse(strategy: str | Parallel, world_size: int, num_nodes: int = 1) -> Parallel:
