@@ -124,6 +124,9 @@ for strategy in TWO + FOUR:
     peers = (Peer("raw", ROWS_SPEED, ">= 0.95", name="raw"), Peer("raw", MEMORY, "<= 1.05", name="memory"))
     BENCHMARKS[f"layout-{strategy}"] = Benchmark("layouts.py", "twofold", peers, (strategy,), 3)
 
+for strategy in ("cp:2", "ep:2"):
+    peers = (Peer("raw", SPEED, ">= 0.95", name="raw"), Peer("raw", MEMORY, "<= 1.05", name="memory"))
+    BENCHMARKS[f"layout-{strategy}"] = Benchmark("layouts_lm.py", "twofold", peers, (strategy,), 3)
 WAITING = Metric("share of waiting", lambda line: line["seconds"])
 for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble"):
     BENCHMARKS[f"bubble-{schedule}"] = Benchmark(
