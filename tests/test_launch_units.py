@@ -14,7 +14,7 @@ from ranks import RankFailed, run_ranks
 from twofold.errors import UserError
 from twofold.mesh import devices, launch
 from twofold.mesh.command import parse
-from twofold.mesh.devices import resolve
+from twofold.mesh.devices import nodes, resolve
 from twofold.mesh.launch import ensure_workers
 from twofold.mesh.mesh import Mesh
 from twofold.mesh.report import Death, explain
@@ -84,6 +84,16 @@ def test_a_launcher_decides_auto_and_must_agree(monkeypatch):
         ensure_workers("cpu", 4)
     with pytest.raises(UserError, match="has started 2 nodes"):
         ensure_workers("cpu", 2, num_nodes=3)
+
+
+def test_a_launcher_knows_the_number_of_machines(monkeypatch):
+    assert nodes(1) == 1
+    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a"}.items():
+        monkeypatch.setenv(name, value)
+    assert nodes(1) == 1  # all of them here, for all that is known
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert nodes(1) == 2
+    assert nodes(4) == 4
 
 
 def test_node_numbers_of_a_cluster_are_no_ranks(monkeypatch):

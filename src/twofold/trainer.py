@@ -12,7 +12,7 @@ from twofold.config.dump import dump_groups
 from twofold.config.load import validate_kwargs
 from twofold.config.schema import RunConfig, TrainConfig
 from twofold.errors import UserError, show_plainly
-from twofold.mesh.devices import keep_freed_memory, resolve
+from twofold.mesh.devices import keep_freed_memory, nodes, resolve
 from twofold.mesh.launch import ensure_workers, is_worker
 from twofold.monitor.callback import Callback
 from twofold.monitor.run_folder import RunFolder, default_name
@@ -83,7 +83,8 @@ class Trainer:
         self.config, self.run_config = validate_kwargs((TrainConfig, RunConfig), where | settings, _OWN_ARGUMENTS)
         self.callbacks = list(callbacks)
         self.device_type, self.devices = resolve(accelerator, devices)
-        self.layout = parse(strategy, self.devices * num_nodes, num_nodes)
+        machines = nodes(num_nodes)
+        self.layout = parse(strategy, self.devices * machines, machines)
         _check_batch(self.layout, self.config.global_batch_size)
         _check_precision(precision)
         if self.run_config.resume is True and self.run_config.name is None:

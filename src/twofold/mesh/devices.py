@@ -71,6 +71,12 @@ def in_launcher_environment() -> bool:
     return all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"))
 
 
+def nodes(num_nodes: int) -> int:
+    """How many machines the run has: where num_nodes is left at 1, the launcher knows better."""
+    here = _started_by_launcher()
+    return num_nodes if num_nodes > 1 or here is None else max(1, int(os.environ["WORLD_SIZE"]) // here)
+
+
 def _number(devices: int | str) -> int | None:
     """`devices` as a number, -1 for "every GPU", None for "auto"."""
     if devices == "auto":
