@@ -14,7 +14,7 @@ from ranks import RankFailed, run_ranks
 from twofold.errors import UserError
 from twofold.mesh import devices, launch
 from twofold.mesh.command import parse
-from twofold.mesh.devices import nodes, resolve
+from twofold.mesh.devices import indices, resolve
 from twofold.mesh.launch import ensure_workers
 from twofold.mesh.mesh import Mesh
 from twofold.mesh.report import Death, explain
@@ -64,6 +64,20 @@ def test_devices_with_four_gpus(monkeypatch):
         resolve("gpu", 5)
 
 
+def test_devices_by_number(monkeypatch):
+    monkeypatch.setattr(devices, "_count_gpus", lambda: 4)
+    assert resolve("gpu", [0, 2]) == ("cuda", 2)
+    assert indices([0, 2]) == (0, 2)
+    assert indices(2) == indices("auto") == ()
+    with pytest.raises(UserError, match=r"devices=\[1, 4\]: the visible GPUs of this machine are 0 to 3"):
+        resolve("gpu", [1, 4])
+    with pytest.raises(UserError, match=r"\[0, 1\] are GPUs, and this run is on cpu: give the number"):
+        resolve("cpu", [0, 1])
+    for wrong in ([], [1, 1], [-1], ["0"], [True]):
+        with pytest.raises(UserError, match=r"names GPUs by number, each once, as \[0, 2\]"):
+            resolve("gpu", wrong)
+
+
 @pytest.mark.parametrize("count", [0, -2, "two", "", True, 1.5, None])
 def test_devices_that_mean_nothing(count):
     with pytest.raises(UserError, match="give 'auto', a number"):
@@ -86,25 +100,10 @@ def test_a_launcher_decides_auto_and_must_agree(monkeypatch):
         ensure_workers("cpu", 2, num_nodes=3)
 
 
-def test_a_launcher_knows_the_number_of_machines(monkeypatch):
-    assert nodes(1) == 1
-    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a"}.items():
-        monkeypatch.setenv(name, value)
-    assert nodes(1) == 1  # all of them here, for all that is known
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert nodes(1) == 2
-    assert nodes(4) == 4
-
-
 def test_node_numbers_of_a_cluster_are_no_ranks(monkeypatch):
     start_of_torchrun(monkeypatch, world_size=4, here=2)
     monkeypatch.delenv("LOCAL_RANK")
     assert not launch.is_worker()
-
-
-def test_several_nodes_need_a_launcher():
-    with pytest.raises(UserError, match=r"torchrun --nnodes=2 --node-rank=N --nproc-per-node=4"):
-        ensure_workers("cpu", 4, num_nodes=2)
 
 
 def test_one_device_needs_no_workers():

@@ -12,7 +12,8 @@ from twofold.config.dump import dump_groups
 from twofold.config.load import validate_kwargs
 from twofold.config.schema import RunConfig, TrainConfig
 from twofold.errors import UserError, show_plainly
-from twofold.mesh.devices import keep_freed_memory, nodes, resolve
+from twofold.mesh.cluster import count_nodes, join_step, this_node
+from twofold.mesh.devices import indices, keep_freed_memory, resolve
 from twofold.mesh.launch import ensure_workers, is_worker
 from twofold.monitor.callback import Callback
 from twofold.monitor.run_folder import RunFolder, default_name
@@ -68,7 +69,7 @@ class Trainer:
     def __init__(
         self,
         accelerator: str = "auto",
-        devices: int | str = "auto",
+        devices: int | str | Sequence[int] = "auto",
         num_nodes: int = 1,
         strategy: str | Parallel = "auto",
         precision: int | str = 32,
@@ -82,8 +83,9 @@ class Trainer:
             where["strategy"] = strategy
         self.config, self.run_config = validate_kwargs((TrainConfig, RunConfig), where | settings, _OWN_ARGUMENTS)
         self.callbacks = list(callbacks)
+        join_step()
         self.device_type, self.devices = resolve(accelerator, devices)
-        machines = nodes(num_nodes)
+        machines = count_nodes(num_nodes)
         self.layout = parse(strategy, self.devices * machines, machines)
         _check_batch(self.layout, self.config.global_batch_size)
         _check_precision(precision)
@@ -94,21 +96,23 @@ class Trainer:
         name = self.run_config.name or default_name("run")
         given = self._made_by_agent
         self.folder = RunFolder(_from_here(given.path) if given else Path(self.run_config.folder) / name)
-        if not is_worker():
-            if check is not None:
-                check(self.layout)
-            self._start()
+        if check is not None and not is_worker():
+            check(self.layout)
+        self._start()
 
     def _start(self) -> None:
         """In the process that the user started: refuses what cannot be; starts the workers if there are to be some."""
-        self.folder.check(resume=bool(self.run_config.resume))
-        if self.devices > 1:
-            self._create_folder()
+        node, run = this_node(self.run_config.num_nodes), self.run_config
+        is_first = not is_worker() and (node is None or node.rank == 0)  # of the machines: the run folder is its own
+        if is_first:
+            self.folder.check(resume=bool(run.resume))
+            if self.devices > 1 or node is not None:
+                self._create_folder()
+        where = self.device_type, self.devices, run.num_nodes
         try:
-            where = self.device_type, self.devices, self.run_config.num_nodes
-            ensure_workers(*where, self.folder.logs, self.run_config.threads)
+            ensure_workers(*where, self.folder.logs, run.threads, run.affinity, indices(run.devices))
         except SystemExit as end:
-            if end.code:
+            if end.code and is_first:
                 close_status(self.folder.status, f"ended with exit code {end.code}")
             raise
 
@@ -129,11 +133,11 @@ class Trainer:
         _check_task(task)
         extras = extras or Extras()
         with guard(self.folder.logs):
-            mesh = Mesh.join(self.device_type)
+            mesh = Mesh.join(self.device_type, indices(self.run_config.devices))
             mesh.arrange(self.layout.sizes, self.layout.timeouts, self.layout.backends)
             if self.device_type == "cpu":
                 keep_freed_memory()
-            self.folder = RunFolder(mesh.broadcast_object(self.folder.path))
+            self.folder = RunFolder(_from_here(mesh.broadcast_object(self.folder.path.absolute())))
             return self._run(self._loop(task, train, eval, extras, mesh), extras)
 
     def _loop(self, task: Task, train: Any, eval: Any, extras: Extras, mesh: Mesh) -> Loop:

@@ -158,8 +158,8 @@ class RunConfig(Group):
     name: str | None = Field(default=None, min_length=1, description="Name of the run. null = method and time.")
     folder: str = Field(default="runs", min_length=1, description="The run leaves everything in folder/name.")
     accelerator: Literal["auto", "cpu", "gpu", "cuda"] = Field(default="auto", description="Kind of device.")
-    devices: Annotated[int, Field(gt=0)] | Literal[-1, "auto"] = Field(
-        default="auto", description="Workers of each node. -1 = every GPU."
+    devices: Annotated[int, Field(gt=0)] | Literal[-1, "auto"] | list[Annotated[int, Field(ge=0)]] = Field(
+        default="auto", description="Workers of each node. -1 = every GPU; [0, 2] = these GPUs."
     )
     num_nodes: int = Field(default=1, gt=0, description="Number of machines.")
     strategy: str = Field(default="auto", min_length=1, description="How the work is spread: ddp, fsdp, fsdp:2,tp:2 …")
@@ -172,6 +172,9 @@ class RunConfig(Group):
     )
     progress: Literal["auto", "rich", "plain", "off"] = Field(default="auto", description="What the console shows.")
     threads: int | None = Field(default=None, gt=0, description="CPU threads of each worker. null = a fair share.")
+    affinity: Literal["none", "cores", "numa"] = Field(
+        default="none", description="CPUs of each worker: cores of its own, or those of one NUMA node (its GPU's)."
+    )
 
 
 class Config(Group):

@@ -5,6 +5,7 @@ Imports torch only when it has to ask about GPUs; never initialises CUDA, so for
 
 import glob
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 
 from twofold.errors import UserError, nearest
@@ -12,17 +13,19 @@ from twofold.errors import UserError, nearest
 _ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
 
 
-def resolve(accelerator: str = "auto", devices: int | str = "auto") -> tuple[str, int]:
+def resolve(accelerator: str = "auto", devices: int | str | Sequence[int] = "auto") -> tuple[str, int]:
     """The device type ("cpu" or "cuda") and the number of workers on this node.
 
     accelerator: "auto" (a GPU where torch sees one), "cpu", "gpu" or "cuda".
-    devices: a number; "auto" (every GPU; 1 on CPU; under a launcher what it has started); -1 (every GPU).
+    devices: a number; "auto" (every GPU; 1 on CPU; under a launcher what it has started); -1 (every GPU); or which
+    GPUs, as [0, 2].
 
     Raises UserError for a value that means nothing, a GPU that is not there, and more GPUs than there are.
     """
     if accelerator not in _ACCELERATORS:
         raise UserError(f"accelerator {accelerator!r} is unknown. {nearest(str(accelerator), _ACCELERATORS)}")
-    wanted = _number(devices)
+    chosen = indices(devices)
+    wanted = len(chosen) or _number(devices)
     gpus = 0 if accelerator == "cpu" else _count_gpus()
     if accelerator in ("gpu", "cuda") and not gpus:
         raise UserError(
@@ -30,15 +33,27 @@ def resolve(accelerator: str = "auto", devices: int | str = "auto") -> tuple[str
             f"has {_what_is_here()}. Use accelerator='cpu' or 'auto'{_why_no_gpu()}."
         )
     if not gpus:
-        if wanted == -1:
-            raise UserError("devices=-1 means every GPU, and this run is on cpu: give the number of workers.")
-        return "cpu", wanted or _started_by_launcher() or 1
+        if wanted == -1 or chosen:
+            what = f"{list(chosen)} are GPUs" if chosen else "-1 means every GPU"
+            raise UserError(f"devices={what}, and this run is on cpu: give the number of workers.")
+        return "cpu", wanted or started_by_launcher() or 1
     if wanted is not None and wanted > gpus:
         raise UserError(
             f"devices={wanted}: this machine has {gpus} visible GPU{'s' if gpus > 1 else ''}. "
             f"Use devices={gpus} or fewer, devices='auto', or accelerator='cpu'."
         )
-    return "cuda", gpus if wanted == -1 else wanted or _started_by_launcher() or gpus
+    if chosen and max(chosen) >= gpus:
+        raise UserError(f"devices={list(chosen)}: the visible GPUs of this machine are 0 to {gpus - 1}.")
+    return "cuda", gpus if wanted == -1 else wanted or started_by_launcher() or gpus
+
+
+def indices(devices: object) -> tuple[int, ...]:
+    """Which GPUs `devices` names, by local rank; () where it gives no list. Raises UserError for a list of others."""
+    if not isinstance(devices, (list, tuple)):
+        return ()
+    if not devices or len(set(devices)) < len(devices) or not all(type(i) is int and i >= 0 for i in devices):
+        raise UserError(f"devices={devices!r}: a list names GPUs by number, each once, as [0, 2].")
+    return tuple(devices)
 
 
 def cores() -> int:
@@ -71,13 +86,14 @@ def in_launcher_environment() -> bool:
     return all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"))
 
 
-def nodes(num_nodes: int) -> int:
-    """How many machines the run has: where num_nodes is left at 1, the launcher knows better."""
-    here = _started_by_launcher()
-    return num_nodes if num_nodes > 1 or here is None else max(1, int(os.environ["WORLD_SIZE"]) // here)
+def started_by_launcher() -> int | None:
+    """How many workers a launcher (torchrun, our agent) has started on this node; None without one."""
+    if not in_launcher_environment():
+        return None
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
 
 
-def _number(devices: int | str) -> int | None:
+def _number(devices: object) -> int | None:
     """`devices` as a number, -1 for "every GPU", None for "auto"."""
     if devices == "auto":
         return None
@@ -86,13 +102,6 @@ def _number(devices: int | str) -> int | None:
     if number < -1 or number == 0:
         raise UserError(f"devices={devices!r}: give 'auto', a number of workers from 1, or -1 for every GPU.")
     return number
-
-
-def _started_by_launcher() -> int | None:
-    """How many workers a launcher (torchrun, our agent) has started on this node; None without one."""
-    if not in_launcher_environment():
-        return None
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
 
 
 def _count_gpus() -> int:

@@ -41,14 +41,15 @@ _LOST_CONNECTION = re.compile(
 def guard(log_dir: str | Path | None = None) -> Iterator[None]:
     """Records an exception of a worker at once and ends its process (exit code 1, or 2 for a UserError).
 
-    log_dir: where the records go under a foreign launcher (torchrun); under our own agent its folder is used.
+    log_dir: where the records go under torchrun and srun; under our own agent its folder is used.
     Outside of a launcher, and in a run of one process, exceptions simply pass. SystemExit passes always.
     Ctrl-C ends the process with 130 and no traceback.
     """
     by_agent = os.environ.get(LOG_DIR_VARIABLE)
     folder = by_agent or log_dir
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if not folder or not (by_agent or by_torchrun):
+    # under other launchers (Ray) the exception is theirs to report
+    by_launcher = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" in os.environ
+    if not folder or not (by_agent or (by_launcher and int(os.environ.get("WORLD_SIZE", "1")) > 1)):
         yield
         return
     pid, errors = os.getpid(), Path(folder) / "errors"

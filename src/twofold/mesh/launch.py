@@ -2,8 +2,8 @@
 
 The process that a person starts becomes the *agent*: torch's elastic agent, in this process, which runs this
 very command again once per device (command.py, worker.py) and ends with their exit code. So the code after
-`fit()` runs in the workers, and what rank 0 prints is seen. Under a launcher (torchrun) nothing is started:
-the process joins.
+`fit()` runs in the workers, and what rank 0 prints is seen. On several machines each has its agent (cluster.py,
+nodes.py). Under a launcher (torchrun) nothing is started: the process joins.
 
 Promises: no process is left behind, whatever ends the run (an error, Ctrl-C, SIGTERM, kill -9 of the agent or
 of a worker); one root cause is printed; the exit code is 0, 1 (failure), 2 (UserError), a program's own
@@ -17,12 +17,21 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from twofold.errors import UserError
+from twofold.mesh.affinity import bind
+from twofold.mesh.cluster import Node, start_timeout, this_node
 from twofold.mesh.command import Command, parse, this_command
 from twofold.mesh.devices import cores, in_launcher_environment
 from twofold.mesh.guard import LOG_DIR_VARIABLE
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from twofold.mesh.nodes import Meeting
 
 _SHUTDOWN_SECONDS = 5  # between SIGTERM or SIGINT to the workers and SIGKILL
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -45,22 +54,25 @@ def ensure_workers(
     num_nodes: int = 1,
     log_dir: str | Path = "logs",
     threads: int | None = None,
+    affinity: str = "none",
+    gpus: Sequence[int] = (),
 ) -> None:
     """Returns in a worker and for a single process; else runs `devices` workers and exits with their code.
 
     Call it as early as possible: everything before it runs in the agent and again in each worker.
-    device_type, devices: as `resolve` gives them. threads: per worker; None shares out the cores.
+    device_type, devices: as `resolve` gives them. threads: per worker; None shares out the cores. affinity,
+    gpus: see affinity.py.
 
-    Raises UserError where the launcher's world does not fit `devices` and `num_nodes`, for several nodes
-    without a launcher, and for a program that cannot be run again (a notebook).
+    Raises UserError where the launcher's world does not fit `devices` and `num_nodes`, where machines do not find
+    each other, and for a program that cannot be run again (a notebook).
     """
+    node = this_node(num_nodes)
     if is_worker():
         if in_launcher_environment():
             _check_world(devices, num_nodes)
-    elif num_nodes > 1:
-        raise UserError(_how_to_start_nodes(devices, num_nodes))
-    elif devices > 1:
-        sys.exit(launch_workers(devices, log_dir=log_dir, threads=threads))
+    elif node is not None or devices > 1:
+        sys.exit(launch_workers(devices, log_dir=log_dir, threads=threads, node=node))
+    bind(affinity, device_type, gpus)
     if threads:
         import torch
 
@@ -68,21 +80,31 @@ def ensure_workers(
 
 
 def launch_workers(
-    devices: int, *, log_dir: str | Path, command: Sequence[str] | None = None, threads: int | None = None
+    devices: int,
+    *,
+    log_dir: str | Path,
+    command: Sequence[str] | None = None,
+    threads: int | None = None,
+    node: Node | None = None,
 ) -> int:
-    """Runs `command` in `devices` workers on this node, prints the root cause of a failure; the exit code.
+    """Runs `command` in `devices` workers on this machine, prints the root cause of a failure; the exit code.
 
     command: what would follow `python` (["train.py", "--lr=1"] or ["-m", "name"]); None is this very program.
+    node: this machine, if there are several; log_dir is that of the first one then.
     Sets variables in this process's environment, which the workers inherit.
     """
     program = parse([sys.executable, *command]) if command else this_command(devices)
     if program is None:
         raise UserError(f"{shlex.join(command or [])}: only a script or -m MODULE can be started as workers.")
-    folder = _prepare_log_dir(Path(log_dir))
     _set_environment(devices, threads)
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
-        return _run_agent(devices, folder, program)
+        if node is None:
+            return _run_agent(devices, _prepare_log_dir(Path(log_dir)), program)
+        from twofold.mesh.nodes import meet
+
+        meeting = meet(node, devices, Path(log_dir), start_timeout())
+        return _run_agent(devices, _prepare_log_dir(meeting.log_dir), program, meeting)
     except KeyboardInterrupt:  # before the agent handles signals itself
         return 128 + signal.SIGINT
     finally:
@@ -90,14 +112,38 @@ def launch_workers(
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def _run_agent(devices: int, log_dir: Path, program: Command) -> int:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+def _run_agent(devices: int, log_dir: Path, program: Command, meeting: "Meeting | None" = None) -> int:
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     from twofold.mesh.report import Death, explain
 
     _silence_elastic()
+    config = _launch_config(devices, meeting.node if meeting else None)
+    try:
+        elastic_launch(config, sys.executable)(*_worker_arguments(program, log_dir))
+    except ChildFailedError as failed:
+        deaths = [Death(rank, f.pid, f.exitcode, f.timestamp) for rank, f in failed.failures.items()]
+        if meeting is not None:
+            deaths = meeting.tell_failure(deaths, log_dir)
+        hosts = meeting.hosts if meeting else [""]
+        text, code = explain(deaths, log_dir, devices * len(hosts), hosts)
+        if meeting is not None and meeting.node.rank > 0:  # node 0 says the rest
+            text = text.partition("\n")[0]
+        if text:
+            print(text, file=sys.stderr, flush=True)
+        return code
+    except SignalException as received:
+        print(f"Stopped by {received.sigval.name}.", file=sys.stderr, flush=True)
+        return 128 + received.sigval
+    return 0
+
+
+def _launch_config(devices: int, node: Node | None) -> "LaunchConfig":
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -110,18 +156,18 @@ def _run_agent(devices: int, log_dir: Path, program: Command) -> int:
         shutdown_timeout=_SHUTDOWN_SECONDS,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # the workers write their own
     )
-    try:
-        elastic_launch(config, sys.executable)(*_worker_arguments(program, log_dir))
-    except ChildFailedError as failed:
-        deaths = [Death(rank, f.pid, f.exitcode, f.timestamp) for rank, f in failed.failures.items()]
-        text, code = explain(deaths, log_dir, devices)
-        if text:
-            print(text, file=sys.stderr, flush=True)
-        return code
-    except SignalException as received:
-        print(f"Stopped by {received.sigval.name}.", file=sys.stderr, flush=True)
-        return 128 + received.sigval
-    return 0
+    if node is None:
+        return config
+    return replace(  # static: ranks in the order of the nodes, and one port for agents and workers
+        config,
+        min_nodes=node.count,
+        max_nodes=node.count,
+        run_id=node.run_id,
+        rdzv_backend="static",
+        rdzv_endpoint=f"{node.host}:{node.port}",
+        rdzv_configs={"rank": node.rank, "timeout": int(start_timeout())},
+        local_addr=None,
+    )
 
 
 def _worker_arguments(program: Command, log_dir: Path) -> list[str]:
@@ -179,13 +225,3 @@ def _check_world(devices: int, num_nodes: int) -> None:
             f"(WORLD_SIZE={world_size}, {here} on each). Use num_nodes={nodes}, or "
             f"torchrun --nnodes={num_nodes}."
         )
-
-
-def _how_to_start_nodes(devices: int, num_nodes: int) -> str:
-    command = parse(sys.orig_argv)
-    program = shlex.join(command.program) if command else "FILE.py"
-    return (
-        f"num_nodes={num_nodes} needs a launcher on each node. On node N (0 to {num_nodes - 1}): torchrun "
-        f"--nnodes={num_nodes} --node-rank=N --nproc-per-node={devices} --master-addr=HOST_OF_NODE_0 "
-        f"--master-port=29500 {program}"
-    )

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from twofold.errors import UserError
+from twofold.mesh.cluster import TIMEOUT_VARIABLE
 from twofold.mesh.devices import in_launcher_environment
 
 T = TypeVar("T")
 
-# How long an exchange waits for a rank, in seconds. A rank that *fails* ends the run at once (launch.py);
-# this is for one that hangs, or saves and loads for long.
-TIMEOUT_VARIABLE = "TWOFOLD_TIMEOUT"
+# How long an exchange waits for a rank. A rank that *fails* ends the run at once (launch.py); this is for one that
+# hangs, or saves and loads for long.
 _TIMEOUT_SECONDS = 1800
 
 
@@ -49,14 +49,15 @@ class Mesh:
             self.sizes = {"replicate": self.world_size}
 
     @classmethod
-    def join(cls, device_type: str = "cpu") -> "Mesh":
-        """This process's place in the run.
+    def join(cls, device_type: str = "cpu", indices: Sequence[int] = ()) -> "Mesh":
+        """This process's place in the run. indices: the GPUs of this machine by local rank; () = from 0.
 
         Adopts a process group that is up; makes one (gloo; for "cuda" nccl, with gloo for tensors on the CPU)
         where a launcher has set RANK, LOCAL_RANK, WORLD_SIZE and MASTER_ADDR; else it is a run of one.
         """
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
+        index = indices[local_rank] if indices else local_rank
+        device = torch.device(device_type, index) if device_type == "cuda" else torch.device(device_type)
         if device_type == "cuda":
             torch.cuda.set_device(device)
         if dist.is_initialized():

@@ -54,20 +54,25 @@ class Death:
     seconds: int
 
 
-def explain(deaths: Sequence[Death], log_dir: Path, world_size: int) -> tuple[str, int]:
+def explain(deaths: Sequence[Death], log_dir: Path, world_size: int, hosts: Sequence[str] = ()) -> tuple[str, int]:
     """The text to print ("" where the program has said it itself) and the exit code of the run.
 
-    deaths: the workers that did not end well, in the order in which that was seen.
+    deaths: the workers that did not end well, in the order in which that was seen. hosts: the machines, in order of
+    their ranks; one is not named.
     """
+
+    def who(rank: int) -> str:
+        return f"rank {rank} of {world_size}" + (f" on {hosts[rank * len(hosts) // world_size]}" if hosts[1:] else "")
+
     records = read_records(log_dir / "errors")
     if records and not records[0]["victim"]:
-        return _explain_record(records[0], records[1:], log_dir, world_size)
+        return _explain_record(who(records[0]["rank"]), records[0], records[1:], log_dir, world_size)
     death = _own_death(deaths, {record["rank"] for record in records})
     if death is None and records:
-        return _explain_record(records[0], records[1:], log_dir, world_size)
+        return _explain_record(who(records[0]["rank"]), records[0], records[1:], log_dir, world_size)
     if death is None:
         return f"the workers failed without a trace. Logs: {log_dir}", EXIT_FAILURE
-    return _explain_death(death, log_dir, world_size), EXIT_FAILURE
+    return _explain_death(who(death.rank), death, log_dir), EXIT_FAILURE
 
 
 def _own_death(deaths: Sequence[Death], recorded: set[int]) -> Death | None:
@@ -88,7 +93,7 @@ def _own_death(deaths: Sequence[Death], recorded: set[int]) -> Death | None:
 
 
 def _explain_record(
-    root: dict[str, Any], others: Sequence[dict[str, Any]], log_dir: Path, world_size: int
+    who: str, root: dict[str, Any], others: Sequence[dict[str, Any]], log_dir: Path, world_size: int
 ) -> tuple[str, int]:
     rank, text = root["rank"], root["text"]
     if root["user"]:
@@ -97,11 +102,11 @@ def _explain_record(
         ended = {r["rank"] for r in (root, *others) if r["type"] == "SystemExit"}
         if 0 in ended:  # it has the terminal, so that whatever it had to say was seen
             return "", root["exit_code"]
-        lines = [f"rank {rank} of {world_size} ended the program with exit code {root['exit_code']}"]
+        lines = [f"{who} ended the program with exit code {root['exit_code']}"]
         return "\n".join([*lines, *_tail(log_dir, rank)]), root["exit_code"]
     return "\n".join(
         [
-            f"rank {rank} of {world_size} failed: {root['type']}{': ' if text else ''}{text}",
+            f"{who} failed: {root['type']}{': ' if text else ''}{text}",
             *("    " + line for line in root["traceback"].rstrip().splitlines()),
             *_about_others(root, others, world_size),
             f"  Full logs: {log_dir}",
@@ -131,8 +136,7 @@ def _about_others(root: dict[str, Any], others: Sequence[dict[str, Any]], world_
     return lines
 
 
-def _explain_death(death: Death, log_dir: Path, world_size: int) -> str:
-    who = f"rank {death.rank} of {world_size}"
+def _explain_death(who: str, death: Death, log_dir: Path) -> str:
     tail = _tail(log_dir, death.rank)
     if death.exit_code >= 0:
         head = f"{who} ended with exit code {death.exit_code} and no Python error (pid {death.pid})"
