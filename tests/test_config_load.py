@@ -124,7 +124,7 @@ WRONG_IN_FILE = [
     ("run: {precision: fp8}", 6, "run.precision: expected 32, 16, 'bf16', 'bf16-mixed', 'bf16-true' or '16-mixed', "
      "got 'fp8'."),
     ("run: {devices: 0}", 6, "run.devices: must be greater than 0, got 0."),
-    ("run: {devices: all}", 6, "run.devices: expected an integer, -1 or 'auto', got 'all'."),
+    ("run: {devices: all}", 6, "run.devices: expected an integer, -1, 'auto' or a list of integers, got 'all'."),
     ("run: {name: 42}", 6, "run.name: expected text or null, got 42. Put it in quotes to make it text: '42'."),
     ("run: {name: true}", 6, "run.name: expected text or null, got true. Put it in quotes to make it text: 'true'."),
     ("version: 2", 1, "version: expected 1, got 2."),
@@ -146,8 +146,8 @@ def test_all_mistakes_are_said_at_once_in_the_order_of_the_file(here: Path) -> N
         "dtype, path, trust_remote_code.",
         "c.yaml:7: train.lr: given twice, first in line 6. Remove one of them.",
         "c.yaml:8: data.train: missing. Rows to train on: a .jsonl/.json/.csv/.parquet/.txt file or a folder.",
-        "'run.device=2': run.device: unknown key. Did you mean 'devices'? Keys here: accelerator, devices, folder, "
-        "name, num_nodes, precision, progress, resume, strategy, threads.",
+        "'run.device=2': run.device: unknown key. Did you mean 'devices'? Keys here: accelerator, affinity, devices, "
+        "folder, name, num_nodes, precision, progress, resume, strategy, threads.",
         "'train.seed=x': train.seed: expected an integer, got 'x'.",
     ]
 
@@ -173,7 +173,7 @@ def test_evaluating_without_rows_is_refused(here: Path) -> None:
         ("--train.learning-rate=1", f"train.learning_rate: unknown key. Here it is 'train.lr'. {TRAIN_KEYS}"),
         ("lr=1", f"lr: unknown key. It exists as 'train.lr'. {TOP_KEYS}"),
         ("optimization.lr=1", f"optimization: unknown key. 'lr' in it: it exists as 'train.lr'. {TOP_KEYS}"),
-        ("run.devices=lots", "run.devices: expected an integer, -1 or 'auto', got 'lots'."),
+        ("run.devices=lots", "run.devices: expected an integer, -1, 'auto' or a list of integers, got 'lots'."),
         ("train.lr.x=1", "train.lr is 0.0005, not a group of keys."),
         ("method=spo", "method: unknown kind 'spo'. Did you mean 'dpo'? Kinds: dpo, sft."),
         ("method.beta=1", "method.beta: unknown key. It belongs to kind 'dpo'. Keys here: kind, label_smoothing."),
