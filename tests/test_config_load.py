@@ -7,7 +7,7 @@ import pytest
 from pydantic import Field
 
 from twofold.config.load import load, load_with_origins
-from twofold.config.schema import Config, Group
+from twofold.config.schema import Config, Group, RunConfig, TrainConfig
 from twofold.errors import UserError
 
 
@@ -31,11 +31,8 @@ data: {train: train.jsonl, eval: eval.jsonl, max_length: 512}
 train: {global_batch_size: 16, max_steps: 60, lr: 5.0e-4, eval_steps: 20}
 run: {accelerator: auto, devices: 2, strategy: ddp, precision: 32}
 """
-TRAIN_KEYS = (
-    "Keys here: betas, eps, eval_samples, eval_steps, global_batch_size, logging_steps, lr, max_epochs, "
-    "max_grad_norm, max_steps, micro_batch_size, micro_batch_tokens, momentum, optimizer, save_steps, "
-    "save_total_limit, schedule, seed, shuffle, warmup_ratio, warmup_steps, weight_decay."
-)
+TRAIN_KEYS = f"Keys here: {', '.join(sorted(TrainConfig.model_fields))}."
+RUN_KEYS = f"Keys here: {', '.join(sorted(RunConfig.model_fields))}."
 TOP_KEYS = "Keys here: data, method, model, run, train, version."
 LORA_KEYS = "Keys here: alpha, dropout, kind, modules_to_save, r, target."
 
@@ -146,8 +143,7 @@ def test_all_mistakes_are_said_at_once_in_the_order_of_the_file(here: Path) -> N
         "dtype, path, trust_remote_code.",
         "c.yaml:7: train.lr: given twice, first in line 6. Remove one of them.",
         "c.yaml:8: data.train: missing. Rows to train on: a .jsonl/.json/.csv/.parquet/.txt file or a folder.",
-        "'run.device=2': run.device: unknown key. Did you mean 'devices'? Keys here: accelerator, affinity, devices, "
-        "folder, name, num_nodes, precision, progress, resume, strategy, threads.",
+        f"'run.device=2': run.device: unknown key. Did you mean 'devices'? {RUN_KEYS}",
         "'train.seed=x': train.seed: expected an integer, got 'x'.",
     ]
 

@@ -357,4 +357,4 @@ def own_groups() -> tuple[bool, bool, str]:
 def test_an_axis_has_a_backend_of_its_own() -> None:
     for shared, again, refused in run_ranks(2, own_groups):
         assert (shared, again) == (True, False)
-        assert refused.startswith("Parallel: backend 'ncl' of axis tensor is not available here; there is: ")
+        assert refused.startswith("Parallel: backends['tensor']: unknown backend 'ncl'. ")

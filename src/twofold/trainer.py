@@ -89,6 +89,7 @@ class Trainer:
         self.layout = parse(strategy, self.devices * machines, machines)
         _check_batch(self.layout, self.config.global_batch_size)
         _check_precision(precision)
+        _check_plugins(self.layout, self.config, self.run_config)
         if self.run_config.resume is True and self.run_config.name is None:
             raise UserError("run.resume=true needs run.name: which run of the folder is to go on?")
         self._config_text = config_text or dump_groups(train=self.config, run=self.run_config)
@@ -133,7 +134,7 @@ class Trainer:
         _check_task(task)
         extras = extras or Extras()
         with guard(self.folder.logs):
-            mesh = Mesh.join(self.device_type, indices(self.run_config.devices))
+            mesh = Mesh.join(self.device_type, indices(self.run_config.devices), self.run_config.backend)
             mesh.arrange(self.layout.sizes, self.layout.timeouts, self.layout.backends)
             if self.device_type == "cpu":
                 keep_freed_memory()
@@ -149,14 +150,17 @@ class Trainer:
         from twofold.engine.scaler import LossScale
         from twofold.engine.source import count_steps, mover, open_source, seed_everything
         from twofold.engine.step import TrainStep
+        from twofold.parallel.hooks import find_hook
         from twofold.parallel.place import place
         from twofold.parallel.whole import Whole
 
-        precision = Precision.parse(self.run_config.precision)
+        run = self.run_config
+        precision = Precision.parse(run.precision)
         if not extras.keep_dtype:
             task.model.to(precision.parameter_dtype)
         parts = Whole(task.model) if self.layout.splits_weights else None
-        placed = place(task.model, mesh, self.layout)
+        hook = find_hook(run.comm_hook, run.comm_hook_options) if run.comm_hook else None
+        placed = place(task.model, mesh, self.layout, hook)
         optimizer = build_optimizer(task.model, self.config, placed.optimizer)
         scaler = LossScale(mesh.device) if precision.scales_loss else None
         autocast, to_device = precision.autocast(mesh.device.type), mover(mesh.device)
@@ -174,7 +178,7 @@ class Trainer:
         }
         facts |= {"shuffle": order.shuffle, "layout": str(self.layout), **(extras.facts or {})}
         seed_everything(self.config.seed + mesh.coordinate("pipeline", "context", *DATA_AXES))
-        progress, resumed = Progress(), find(checkpoints.folder, self.run_config.resume)
+        progress, resumed = Progress(), find(checkpoints.folder, run.resume)
         if resumed is not None:
             progress = checkpoints.load(resumed, step, facts)
         loop = Loop(
@@ -254,6 +258,25 @@ def _check_precision(precision: int | str) -> None:
     from twofold.engine.precision import Precision
 
     Precision.parse(precision)
+
+
+def _check_plugins(layout: Parallel, config: TrainConfig, run: RunConfig) -> None:
+    """Parts that are named in the settings are there, and take what they are given."""
+    from twofold.engine.optim import optimizer_class
+    from twofold.mesh.mesh import use_backend
+    from twofold.parallel.hooks import find_hook
+
+    optimizer_class(config)
+    if run.backend:
+        use_backend(run.backend)
+    for axis, backend in layout.backends.items():
+        use_backend(backend, f"Parallel: backends['{axis}']")
+    if run.comm_hook_options and not run.comm_hook:
+        raise UserError("run.comm_hook_options are for a run.comm_hook, and there is none: set it, or remove them.")
+    if run.comm_hook:
+        find_hook(run.comm_hook, run.comm_hook_options)
+        if layout.splits_weights:
+            raise UserError(f"run.comm_hook works with whole copies of a model (ddp, zero1), and not on {layout}.")
 
 
 def _check_batch(layout: Parallel, samples: int) -> None:

@@ -74,6 +74,8 @@ def describe(annotation: Any) -> str:
             words += [show(option) for option in get_args(one) if option not in numbers]
         elif get_origin(one) is list:
             words.append(f"a list of {_plural(get_args(one)[0])}")
+        elif get_origin(one) is dict:
+            words.append("a group of keys")
         elif get_origin(one) is tuple:
             words.append(f"a list of {len(get_args(one))} {_plural(get_args(one)[0])}")
         else:

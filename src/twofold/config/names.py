@@ -123,11 +123,11 @@ def hint_for_key(name: str, value: Any, here: Sequence[str], everywhere: Sequenc
         return f"Here it is '{path}'{f' ({remark})' if remark else ''}. "
     if close := get_close_matches(name, here, n=1, cutoff=0.6):
         return f"Did you mean '{close[0]}'? "
-    if close := get_close_matches(name, last.values(), n=1, cutoff=0.75):
-        return f"Did you mean '{next(path for path in everywhere if last[path] == close[0])}'? "
-    if isinstance(value, dict):
+    if isinstance(value, dict):  # what is in a group says more than another key that sounds like it
         inner = ((key, hint_for_key(key, one, (), everywhere)) for key, one in value.items())
         return next((f"'{key}' in it: {hint[0].lower()}{hint[1:]}" for key, hint in inner if hint), "")
+    if close := get_close_matches(name, last.values(), n=1, cutoff=0.75):
+        return f"Did you mean '{next(path for path in everywhere if last[path] == close[0])}'? "
     return ""
 
 

@@ -9,10 +9,16 @@ are handed to `config.load` as an argument.
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializeAsAny, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
+
+from twofold.config import plugins
+from twofold.errors import UserError
+
+OPTIMIZERS = {"adamw": "torch.optim:AdamW", "sgd": "torch.optim:SGD"}
+COMM_HOOKS = {name: f"twofold.parallel.hooks:{name}" for name in ("bf16", "fp16", "powersgd")}
 
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -24,6 +30,19 @@ def members(annotation: Any) -> list[Any]:
     if get_origin(annotation) in (Union, types.UnionType):
         return [one for arm in get_args(annotation) for one in members(arm)]
     return [annotation]
+
+
+def plugin(kind: str, own: dict[str, str]) -> AfterValidator:
+    """Refuses a name that can be no plug-in of this kind."""
+
+    def checked(name: str) -> str:
+        try:
+            plugins.check(kind, name, own)
+        except UserError as error:
+            raise ValueError(str(error)) from error
+        return name
+
+    return AfterValidator(checked)
 
 
 class Group(BaseModel):
@@ -119,16 +138,21 @@ class TrainConfig(Group):
     micro_batch_size: int | None = Field(default=None, gt=0, description="Most samples of a micro-batch on one rank.")
     max_steps: int | None = Field(default=None, gt=0, description="Stop after this many optimizer steps.")
     max_epochs: int | None = Field(default=None, gt=0, description="Stop after this many passes over the data.")
-    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="The optimizer.")
+    optimizer: Annotated[str, plugin("optimizers", OPTIMIZERS)] = Field(
+        default="adamw", description="The optimizer: adamw, sgd, a plug-in's name, or a dotted path to a class."
+    )
+    optimizer_options: dict[str, Any] = Field(
+        default_factory=dict, description="What else the optimizer's class takes, by its names."
+    )
     lr: float = Field(default=1e-4, ge=0, description="Highest learning rate of the schedule.")
     weight_decay: float = Field(
         default=0.0, ge=0, description="Weight decay of matrices and embeddings; not of biases and norms."
     )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.999), description="AdamW: decay of the first and second moment."
+        default=(0.9, 0.999), description="Decay of the first and second moment (AdamW and its kin)."
     )
-    eps: float = Field(default=1e-8, gt=0, description="AdamW: added to the denominator.")
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="SGD: momentum.")
+    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator (AdamW and its kin).")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum (SGD and its kin).")
     schedule: Literal["linear", "cosine", "constant"] = Field(
         default="linear", description="How the learning rate falls after the warm-up."
     )
@@ -174,6 +198,17 @@ class RunConfig(Group):
     threads: int | None = Field(default=None, gt=0, description="CPU threads of each worker. null = a fair share.")
     affinity: Literal["none", "cores", "numa"] = Field(
         default="none", description="CPUs of each worker: cores of its own, or those of one NUMA node (its GPU's)."
+    )
+
+    backend: str | None = Field(
+        default=None, min_length=1, description="Backend of exchanges: a plug-in's or one of torch's. null = by device."
+    )
+    comm_hook: Annotated[str, plugin("comm_hooks", COMM_HOOKS)] | None = Field(
+        default=None,
+        description="With ddp, how gradients travel: bf16, fp16, powersgd, a plug-in's name, or a dotted path.",
+    )
+    comm_hook_options: dict[str, Any] = Field(
+        default_factory=dict, description="What the hook's class takes, by its names."
     )
 
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from twofold.config.schema import TrainConfig
+from twofold.config import plugins
+from twofold.config.schema import OPTIMIZERS, TrainConfig
 from twofold.errors import UserError, nearest
 from twofold.parallel.placed import plain_optimizer
-
-OPTIMIZERS = ("adamw", "sgd")
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -36,22 +36,55 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
+def optimizer_class(config: TrainConfig) -> tuple[Any, dict[str, Any]]:
+    """The class that `config.optimizer` names, and the options that it is made with beside parameters.
+
+    AdamW (arXiv 1711.05101; torch's fused kernel, on the CPU too) and SGD, or a plug-in: a subclass of
+    torch.optim.Optimizer. It is given `lr`, `optimizer_options`, and of betas, eps and momentum those that it takes.
+    Raises UserError for a class that is not there, or for settings that it does not take.
+    """
+    where = f"train.optimizer={config.optimizer}"
+    kind = plugins.find("optimizers", config.optimizer, OPTIMIZERS)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise UserError(f"{where} is no torch.optim.Optimizer: name a class that derives from it.")
+    taken = signature(kind).parameters
+    open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in taken.values())
+    options = {"lr": config.lr, **config.optimizer_options}
+    for name in ("betas", "eps", "momentum", "weight_decay"):
+        value, usual = getattr(config, name), TrainConfig.model_fields[name].default
+        takes = name in taken or open_ended
+        if value != usual and not takes:
+            raise UserError(f"{where} takes no {name}: remove train.{name}.")
+        if takes and name != "weight_decay" and (value != usual or config.optimizer in OPTIMIZERS):
+            options.setdefault(name, value)  # weight decay is in the groups
+    if config.optimizer == "adamw":
+        options.setdefault("fused", True)
+    unknown = [name for name in options if name not in taken]
+    if unknown and not open_ended:
+        known = [name for name in taken if name not in ("params", "lr", "weight_decay")]
+        raise UserError(f"{where} takes no '{unknown[0]}'. {nearest(unknown[0], known)}")
+    return kind, options
+
+
 def build_optimizer(
     model: nn.Module, config: TrainConfig, make: Callable[..., Any] = plain_optimizer
 ) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101; torch's fused kernel, on the CPU too) or SGD with momentum.
+    """The optimizer of a model.
 
-    make: builds an optimizer of a class, groups and options (`Placed.optimizer`). Raises UserError if nothing is
-    trainable or the optimizer is unknown.
+    make: builds an optimizer of a class, groups and options (`Placed.optimizer`). A class that wants other groups than
+    `decay_groups` has a static method `parameter_groups(model, weight_decay)`. Raises UserError if nothing is
+    trainable or the optimizer refuses the parameters or options.
     """
-    groups = decay_groups(model, config.weight_decay)
+    kind, options = optimizer_class(config)
+    groups = getattr(kind, "parameter_groups", decay_groups)(model, config.weight_decay)
     if not groups:
         raise UserError("no parameter of the model is trainable: every one has requires_grad=False.")
-    if config.optimizer == "adamw":
-        return make(torch.optim.AdamW, groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    if config.optimizer == "sgd":
-        return make(torch.optim.SGD, groups, lr=config.lr, momentum=config.momentum)
-    raise UserError(f"train.optimizer: unknown optimizer '{config.optimizer}'. {nearest(config.optimizer, OPTIMIZERS)}")
+    try:
+        return make(kind, groups, **options)
+    except (ValueError, TypeError) as error:
+        if config.optimizer in OPTIMIZERS and not config.optimizer_options:
+            raise
+        raise UserError(f"train.optimizer={config.optimizer} refuses: {error}") from error
 
 
 def schedule(config: TrainConfig, max_steps: int) -> Callable[[int], float]:

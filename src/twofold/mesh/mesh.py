@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from twofold.config import plugins
 from twofold.errors import UserError
 from twofold.mesh.cluster import TIMEOUT_VARIABLE
 from twofold.mesh.devices import in_launcher_environment
@@ -49,8 +50,9 @@ class Mesh:
             self.sizes = {"replicate": self.world_size}
 
     @classmethod
-    def join(cls, device_type: str = "cpu", indices: Sequence[int] = ()) -> "Mesh":
-        """This process's place in the run. indices: the GPUs of this machine by local rank; () = from 0.
+    def join(cls, device_type: str = "cpu", indices: Sequence[int] = (), backend: str | None = None) -> "Mesh":
+        """This process's place in the run. indices: the GPUs of this machine by local rank; () = from 0. backend: of
+        exchanges, instead of the device's own (`use_backend`).
 
         Adopts a process group that is up; makes one (gloo; for "cuda" nccl, with gloo for tensors on the CPU)
         where a launcher has set RANK, LOCAL_RANK, WORLD_SIZE and MASTER_ADDR; else it is a run of one.
@@ -64,8 +66,9 @@ class Mesh:
             return cls(dist.get_rank(), dist.get_world_size(), local_rank, device)
         if not in_launcher_environment() or int(os.environ["WORLD_SIZE"]) == 1:
             return cls(0, 1, local_rank, device)
+        usual = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            backend=use_backend(backend) if backend else usual,
             timeout=timedelta(seconds=_run_timeout()),
             device_id=device if device_type == "cuda" else None,
         )
@@ -207,16 +210,38 @@ def _run_timeout() -> float:
     return float(os.environ.get(TIMEOUT_VARIABLE, _TIMEOUT_SECONDS))
 
 
+def use_backend(backend: str, where: str = "run.backend") -> str:
+    """A backend as torch takes it ("gloo", "cpu:gloo,cuda:nccl"), after those of plug-ins have been registered.
+
+    A plug-in's is a function without arguments that registers one (`torch.distributed.Backend.register_backend`) and
+    returns its name. where: the setting that names it. Raises UserError for a name that is not there.
+    """
+    made = []
+    for part in backend.split(","):
+        device, colon, name = part.strip().rpartition(":")
+        made.append(f"{device}{colon}{_registered(name, where)}")
+    return ",".join(made)
+
+
+def _registered(name: str, where: str) -> str:
+    if dist.is_backend_available(name):
+        return name
+    here = {b: b for b in dist.Backend.backend_list if dist.is_backend_available(b) and b != "undefined"}
+    try:
+        made = plugins.find("backends", name, here)()
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    if not isinstance(made, str) or not dist.is_backend_available(made):
+        raise UserError(f"{where}: '{name}' returns {made!r}, and not the name of a backend that it has registered.")
+    return made
+
+
 def _backends(axes: Sequence[str], timeouts: Mapping[str, float], backends: Mapping[str, str]) -> Any:
     """What init_device_mesh is told of the axes that need a group of their own: a single axis would share that of all
     ranks otherwise. None if there are none."""
-    for axis, backend in backends.items():
-        for name in (part.rpartition(":")[2] for part in backend.split(",")):
-            if axis in axes and not dist.is_backend_available(name):
-                known = ", ".join(b for b in dist.Backend.backend_list if dist.is_backend_available(b))
-                raise UserError(f"Parallel: backend '{name}' of axis {axis} is not available here; there is: {known}.")
+    made = {axis: use_backend(name, f"Parallel: backends['{axis}']") for axis, name in backends.items() if axis in axes}
     own = [axis for axis in axes if axis in timeouts or axis in backends]
-    return {axis: (backends.get(axis, dist.get_backend_config()), None) for axis in own} or None
+    return {axis: (made.get(axis, dist.get_backend_config()), None) for axis in own} or None
 
 
 def _wait_at_most(seconds: float | None, group: Any) -> None:

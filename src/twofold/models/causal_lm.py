@@ -122,7 +122,7 @@ class CausalLM(nn.Module):
         tensor_plan.split(bare(self.hf), devices)
         if sequence:
             self._check_packed("sequence")
-            self.sequence = Context("", devices.get_group(), devices.get_local_rank(), devices.size())
+            self.sequence = Context(devices.get_group(), devices.get_local_rank(), devices.size())
             sequence_parallel.install(bare(self.hf), self.sequence, devices)
 
     def _check_packed(self, word: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from twofold.models import tensor_plan
 from twofold.models.causal_lm import Abilities, CausalLM
 from twofold.parallel import Parallel, expert, stages
-from twofold.parallel.schedules import SCHEDULES
+from twofold.parallel.schedules import find_schedule
 
 
 def check_layout(hf: Any, layout: Parallel) -> None:
@@ -22,4 +22,4 @@ def check_layout(hf: Any, layout: Parallel) -> None:
     if layout.expert > 1:
         expert.check(model, layout.expert)
     if layout.pipeline > 1:
-        stages.assign(model, stages.units(model), layout.pipeline * SCHEDULES[layout.schedule].stages)
+        stages.assign(model, stages.units(model), layout.pipeline * find_schedule(layout.schedule).stages)

@@ -1,7 +1,7 @@
 """The context axis: ranks that share the tokens of the same samples, each a piece of the row.
 
 Everything but attention is computed token by token, so each rank works on its piece; attention exchanges, in one of
-three ways (`KINDS`; a new one is an entry):
+three ways, or a plug-in's (`config/plugins.py`), which is a function like `all_gather` below:
 
     all-to-all   each rank gets whole samples for its share of the heads (Ulysses, arXiv 2309.14509); where heads do
                  not divide by the ranks, all-gather
@@ -26,21 +26,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from twofold.config import plugins
 from twofold.errors import UserError
 from twofold.mesh.mesh import Mesh
 from twofold.ops.attention import allowed_pairs, packed_attention
 from twofold.ops.blocks import block, block_gradients, merge
-from twofold.parallel.strategy import Parallel
+from twofold.parallel.strategy import EXCHANGES, Parallel
 
 
 @dataclass(frozen=True)
 class Context:
-    """This rank's place on the axis. kind: one of `KINDS`."""
+    """This rank's place on the axis. exchange: one of the functions below, or a plug-in's; None where there is no
+    attention to compute."""
 
-    kind: str
     group: Any
     rank: int
     ranks: int
+    exchange: Callable[[Context, Tensor, Tensor, Tensor, tuple[int, ...], Any], Tensor] | None = None
 
     def __deepcopy__(self, memo: Any) -> Context:
         return self
@@ -60,7 +62,8 @@ class Context:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], **options: Any) -> Tensor:
         """`packed_attention` of a row in pieces. q: [1, heads, tokens / ranks, head_dim]; lengths: of the whole row's
         samples. Returns [1, tokens / ranks, heads, head_dim]."""
-        return KINDS[self.kind](self, q, k, v, tuple(lengths), options)
+        assert self.exchange is not None
+        return self.exchange(self, q, k, v, tuple(lengths), options)
 
 
 def spread(model: Any, mesh: Mesh, layout: Parallel) -> None:
@@ -70,13 +73,14 @@ def spread(model: Any, mesh: Mesh, layout: Parallel) -> None:
             f"strategy 'cp': {type(model).__name__} has no method split_context, so its samples cannot be split over "
             "ranks: use ddp, fsdp, tp or pp."
         )
-    model.split_context(Context(layout.exchange, mesh.group("context"), mesh.coordinate("context"), layout.context))
+    exchange = plugins.find("exchanges", layout.exchange, EXCHANGES)
+    model.split_context(Context(mesh.group("context"), mesh.coordinate("context"), layout.context, exchange))
 
 
-def _all_to_all(context: Context, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: Any) -> Tensor:
+def all_to_all(context: Context, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: Any) -> Tensor:
     ranks, heads = context.ranks, k.shape[1]
     if q.shape[1] % ranks:
-        return _all_gather(context, q, k, v, lengths, options)
+        return all_gather(context, q, k, v, lengths, options)
     if heads % ranks:
         again = ranks // gcd(ranks, heads)
         k, v = (x.repeat_interleave(again, dim=1) for x in (k, v))
@@ -84,24 +88,17 @@ def _all_to_all(context: Context, q: Tensor, k: Tensor, v: Tensor, lengths: tupl
     return _Transpose.apply(packed_attention(q, k, v, lengths, **options), 1, 2, context)
 
 
-def _all_gather(context: Context, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: Any) -> Tensor:
+def all_gather(context: Context, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: Any) -> Tensor:
     k, v = context.gather(k, 2), context.gather(v, 2)
     return packed_attention(q, k, v, lengths, start=context.rank * q.shape[2], **options)
 
 
-def _ring(context: Context, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: Any) -> Tensor:
+def ring(context: Context, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], options: Any) -> Tensor:
     scale = options["scale"] if options["scale"] is not None else q.shape[-1] ** -0.5
     if options["dropout"]:
         raise UserError("strategy 'cp,ring' knows no attention dropout: use cp, or set it to 0 in the model.")
     rules = (lengths, options["causal"], options["window"])
     return _Ring.apply(q, k, v, rules, scale, options["softcap"], context).transpose(1, 2)
-
-
-KINDS: dict[str, Callable[[Context, Tensor, Tensor, Tensor, tuple[int, ...], Any], Tensor]] = {
-    "all-to-all": _all_to_all,
-    "all-gather": _all_gather,
-    "ring": _ring,
-}
 
 
 def _exchanged(x: Tensor, split: int, along: int, context: Context) -> Tensor:

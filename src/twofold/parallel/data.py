@@ -7,6 +7,7 @@ With the optimizer in parts (ZeRO stage 1, arXiv 1910.02054) each rank updates s
 to the others, by PyTorch's ZeroRedundancyOptimizer.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from twofold.mesh.mesh import Mesh
+from twofold.parallel.hooks import Hook, call
 from twofold.parallel.placed import Placed
 
 # Buffers are the same on all ranks or, like batch statistics, of each rank's own: nothing to send in a forward pass.
@@ -25,14 +27,18 @@ _NEW_NAME = "forward_sync_buffers"  # since torch 2.13
 _BUFFERS = _NEW_NAME if _NEW_NAME in signature(DistributedDataParallel).parameters else "broadcast_buffers"
 
 
-def replicate(model: nn.Module, mesh: Mesh, shard_optimizer: bool = False) -> Placed:
-    """The whole model on each rank."""
+def replicate(
+    model: nn.Module, mesh: Mesh, shard_optimizer: bool = False, hook: Callable[[Any], Hook] | None = None
+) -> Placed:
+    """The whole model on each rank. hook: makes what reduces gradients, for a process group (`hooks.find_hook`)."""
     if mesh.world_size == 1:
         return Placed(model, model)
     devices = [mesh.device.index] if mesh.device.type == "cuda" else None
     kwargs = {"gradient_as_bucket_view": True, _BUFFERS: False}
     ddp = DistributedDataParallel(model, device_ids=devices, **kwargs)  # type: ignore[arg-type]
-    if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters() if p.requires_grad):
+    if hook is not None:
+        ddp.register_comm_hook(hook(ddp.process_group), call)
+    elif any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters() if p.requires_grad):
         ddp.register_comm_hook(mesh.world_size, _mean_in_fp32)
 
     def accumulate(last: bool) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from twofold.errors import UserError
 from twofold.mesh.mesh import Mesh
 from twofold.parallel import context, expert, shard, stages, tensor
 from twofold.parallel.placed import Placed
-from twofold.parallel.schedules import SCHEDULES
+from twofold.parallel.schedules import find_schedule
 from twofold.parallel.strategy import REDUCED_AXES, Parallel
 
 Inputs = Sequence[dict[str, Any]]
@@ -31,7 +31,7 @@ Inputs = Sequence[dict[str, Any]]
 
 def place(model: Any, mesh: Mesh, layout: Parallel) -> Placed:
     """Cuts the model, in place: on each rank the parts of its stages stay. Raises UserError if it cannot be cut."""
-    schedule, ranks, here = SCHEDULES[layout.schedule], layout.pipeline, mesh.coordinate("pipeline")
+    schedule, ranks, here = find_schedule(layout.schedule), layout.pipeline, mesh.coordinate("pipeline")
     parts = stages.units(model)
     plan = stages.assign(model, parts, ranks * schedule.stages)
     mine = schedule.stages_of(here, ranks)
@@ -145,7 +145,7 @@ class Pipeline:
     ) -> None:
         self.model, self.modules, self.device, self.count = model, modules, mesh.device, count
         self.ends_here = any(module.last for module in modules)
-        self.schedule, self.ranks = SCHEDULES[layout.schedule], layout.pipeline
+        self.schedule, self.ranks = find_schedule(layout.schedule), layout.pipeline
         self.here, self.group = mesh.coordinate("pipeline"), mesh.group("pipeline")
         self.twins = [self._twin(twin, mesh) for twin in twins]
         self._schedules: dict[int, Any] = {}

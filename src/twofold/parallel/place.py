@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
 
 from twofold.mesh.mesh import Mesh
+from twofold.parallel.hooks import Hook
 from twofold.parallel.placed import Placed
 from twofold.parallel.strategy import Parallel
 
 
-def place(model: nn.Module, mesh: Mesh, layout: Parallel | None = None) -> Placed:
-    """Spreads `model` over the ranks, in place. layout: None = replicate over all ranks. Every rank must call it with
-    a model of the same shape; the weights of rank 0 count."""
+def place(
+    model: nn.Module, mesh: Mesh, layout: Parallel | None = None, hook: Callable[[Any], Hook] | None = None
+) -> Placed:
+    """Spreads `model` over the ranks, in place. layout: None = replicate over all ranks; hook: how gradients travel
+    between copies of a whole model (`hooks.find_hook`). Every rank must call it with a model of the same shape; the
+    weights of rank 0 count."""
     from twofold.parallel import context, data, expert, pipeline, shard, tensor
 
     if any(x.device.type != mesh.device.type for x in (*model.parameters(), *model.buffers())):
@@ -22,8 +29,8 @@ def place(model: nn.Module, mesh: Mesh, layout: Parallel | None = None) -> Place
         return pipeline.place(model, mesh, layout)
     if layout.context > 1:
         context.spread(model, mesh, layout)
-    if layout.tensor == layout.expert == 1 and (layout.shard == 1 or layout.zero == 1):
-        return data.replicate(model, mesh, shard_optimizer=layout.shard > 1)
+    if not layout.splits_weights:
+        return data.replicate(model, mesh, layout.shard > 1, hook)
     mesh.broadcast([*model.parameters(), *model.buffers()])
     if layout.expert > 1:
         expert.split(model, mesh)

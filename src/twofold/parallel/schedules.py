@@ -7,13 +7,16 @@
     zbv           zero-bubble with two stages a rank in a V: the first and the last lie on one rank (arXiv 2405.15362)
     dualpipev     forward of one micro-batch beside backward of another, in a V (arXiv 2412.19437, section 3.2)
 
-A new schedule is an entry: `SCHEDULES["mine"] = Schedule("my.module:MySchedule")`.
+A new schedule is a `Schedule` in a file of its own, found by entry point or dotted path (`config/plugins.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+
+from twofold.config import plugins
+from twofold.errors import UserError
 
 _TORCH = "torch.distributed.pipelining.schedules"
 
@@ -57,3 +60,11 @@ SCHEDULES = {
     "zbv": Schedule(f"{_TORCH}:ScheduleZBVZeroBubble", stages=2, v=True, least=1),
     "dualpipev": Schedule(f"{_TORCH}:ScheduleDualPipeV", stages=2, v=True, least=2),
 }
+
+
+def find_schedule(name: str) -> Schedule:
+    """Raises UserError if there is none of this name."""
+    found = plugins.find("schedules", name, SCHEDULES)
+    if not isinstance(found, Schedule):
+        raise UserError(f"schedule '{name}' is no twofold.parallel.schedules.Schedule.")
+    return found

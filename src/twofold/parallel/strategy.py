@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from twofold.config import plugins
 from twofold.errors import UserError, nearest
-from twofold.parallel.schedules import SCHEDULES
+from twofold.parallel.schedules import SCHEDULES, Schedule, find_schedule
 
 # word -> (axis, zero stage)
 WORDS = {
@@ -47,8 +48,12 @@ DATA_AXES = ("replicate", "shard", "expert")
 """Axes whose ranks work on different samples."""
 REDUCED_AXES = (*DATA_AXES, "context")
 """Axes over which gradients are summed: their ranks work on different tokens."""
-EXCHANGES = ("all-to-all", "all-gather", "ring")
-"""How attention on the context axis gets at other ranks' tokens (`parallel/context.py`)."""
+EXCHANGES = {
+    "all-to-all": "twofold.parallel.context:all_to_all",
+    "all-gather": "twofold.parallel.context:all_gather",
+    "ring": "twofold.parallel.context:ring",
+}
+"""How attention on the context axis gets at other ranks' tokens. A plug-in's is a function like these."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +97,8 @@ class Parallel:
                 raise UserError(f"Parallel: {axis} must be a number of ranks from 1 on, not {size!r}.")
         if self.zero not in (1, 2, 3):
             raise UserError(f"Parallel: zero must be 1, 2 or 3, not {self.zero!r}.")
-        if self.schedule not in SCHEDULES:
-            raise UserError(f"Parallel: unknown schedule '{self.schedule}'. {nearest(self.schedule, SCHEDULES)}")
-        if self.exchange not in EXCHANGES:
-            raise UserError(f"Parallel: unknown exchange '{self.exchange}'. {nearest(self.exchange, EXCHANGES)}")
+        find_schedule(self.schedule)
+        plugins.check("exchanges", self.exchange, EXCHANGES)
         if self.shard > 1 and self.zero == 1 and (self.world_size > self.shard or self.offload):
             raise UserError("zero1 splits the optimizer over all ranks and goes with no other word: use zero2 or fsdp.")
         if self.expert > 1 and self.tensor > 1:
@@ -122,7 +125,7 @@ class Parallel:
     @property
     def micro_batches(self) -> tuple[int, int]:
         """(least number, divisor) of the micro-batches that a step of each rank must have."""
-        return SCHEDULES[self.schedule].micro_batches(self.pipeline) if self.pipeline > 1 else (1, 1)
+        return find_schedule(self.schedule).micro_batches(self.pipeline) if self.pipeline > 1 else (1, 1)
 
     def __str__(self) -> str:
         parts = [f"{axis} {size}" for axis, size in self.sizes.items() if size > 1]
@@ -185,11 +188,8 @@ def _read(strategy: str, world_size: int, num_nodes: int) -> Parallel:
         if word in ("offload", "sequence"):
             more[word] = True
             continue
-        if word in SCHEDULES:
-            more["schedule"] = word
-            continue
-        if word in EXCHANGES:
-            more["exchange"] = word
+        if name not in WORDS and (option := _option(word)):
+            more[option] = word
             continue
         axis, stage = _axis(name, strategy)
         if axis in sizes:
@@ -203,6 +203,18 @@ def _read(strategy: str, world_size: int, num_nodes: int) -> Parallel:
         if option in more and axis not in found:
             raise UserError(f"strategy '{strategy}': '{more[option]}' belongs to the {axis} axis: add '{name}' to it.")
     return Parallel(**found, **more)
+
+
+def _option(word: str) -> str | None:
+    """What a word says that names no axis: "schedule", "exchange" or nothing known. A dotted path tells when it is
+    imported."""
+    if plugins.is_known("schedules", word, SCHEDULES):
+        return "schedule"
+    if plugins.is_known("exchanges", word, EXCHANGES):
+        return "exchange"
+    if "." in word:
+        return "schedule" if isinstance(plugins.find("schedules", word, SCHEDULES), Schedule) else "exchange"
+    return None
 
 
 def _axis(name: str, strategy: str) -> tuple[str, int]:
