@@ -8,7 +8,7 @@ A name in the configuration is one of Twofold's own, or the name of a Python ent
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -19,15 +19,15 @@ from twofold.errors import UserError, nearest
 KINDS = ("optimizers", "comm_hooks", "backends", "schedules", "exchanges")
 
 
-def is_known(kind: str, name: str, own: Mapping[str, Any]) -> bool:
-    """Whether `name` is one of Twofold's own, or of an entry point. Imports nothing."""
-    return name in own or name in _entry_points(kind)
+def names(kind: str, own: Iterable[str]) -> set[str]:
+    """The names that there are: Twofold's own and those of entry points. Imports nothing."""
+    return {*own, *_entry_points(kind)}
 
 
 def check(kind: str, name: str, own: Mapping[str, Any]) -> None:
     """Raises UserError if `name` can be no part of this kind: neither known nor a dotted path. Imports nothing."""
-    if not is_known(kind, name, own) and not _is_path(name):
-        known = nearest(name, {*own, *_entry_points(kind)}).removesuffix(".")
+    if name not in own and not _is_path(name) and name not in names(kind, own):
+        known = nearest(name, names(kind, own)).removesuffix(".")
         raise UserError(f"unknown {_one(kind)} '{name}'. {known}, or a dotted path to one of your own.")
 
 

@@ -208,9 +208,9 @@ def _read(strategy: str, world_size: int, num_nodes: int) -> Parallel:
 def _option(word: str) -> str | None:
     """What a word says that names no axis: "schedule", "exchange" or nothing known. A dotted path tells when it is
     imported."""
-    if plugins.is_known("schedules", word, SCHEDULES):
+    if word in plugins.names("schedules", SCHEDULES):
         return "schedule"
-    if plugins.is_known("exchanges", word, EXCHANGES):
+    if word in plugins.names("exchanges", EXCHANGES):
         return "exchange"
     if "." in word:
         return "schedule" if isinstance(plugins.find("schedules", word, SCHEDULES), Schedule) else "exchange"
@@ -219,7 +219,8 @@ def _option(word: str) -> str | None:
 
 def _axis(name: str, strategy: str) -> tuple[str, int]:
     if name not in WORDS:
-        raise UserError(f"unknown strategy '{strategy}'. {nearest(name, (*STRATEGIES, *SCHEDULES, *EXCHANGES))}")
+        words = plugins.names("schedules", SCHEDULES) | plugins.names("exchanges", EXCHANGES)
+        raise UserError(f"unknown strategy '{strategy}'. {nearest(name, (*STRATEGIES, *words))}")
     return WORDS[name]
 
 

@@ -1,0 +1,1 @@
+"""Parts for Twofold, a file each: two optimizers, a communication hook, a backend, a schedule, an exchange."""
