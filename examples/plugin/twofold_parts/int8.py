@@ -17,11 +17,11 @@ class Int8:
 
     def __call__(self, bucket):
         gradients, ranks = bucket.buffer(), dist.get_world_size(self.group)
-        if bucket.index() in self.lost:
-            gradients += self.lost[bucket.index()]
+        key = tuple(map(id, bucket.parameters()))  # after its first step DDP makes other buckets
+        gradients += self.lost.pop(key, 0)
         scale = gradients.abs().max().clamp(min=1e-30) / 127
         small = (gradients / scale).round().to(torch.int8)
-        self.lost[bucket.index()] = gradients - small * scale
+        self.lost[key] = gradients - small * scale
         smalls = [torch.empty_like(small) for _ in range(ranks)]
         scales = [torch.empty_like(scale) for _ in range(ranks)]
         first = dist.all_gather(scales, scale, group=self.group, async_op=True)

@@ -49,6 +49,9 @@ def optimizer_class(config: TrainConfig) -> tuple[Any, dict[str, Any]]:
         raise UserError(f"{where} is no torch.optim.Optimizer: name a class that derives from it.")
     taken = signature(kind).parameters
     open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in taken.values())
+    doubled = [name for name in ("lr", "weight_decay") if name in config.optimizer_options]
+    if doubled:
+        raise UserError(f"train.optimizer_options.{doubled[0]}: set train.{doubled[0]} instead.")
     options = {"lr": config.lr, **config.optimizer_options}
     for name in ("betas", "eps", "momentum", "weight_decay"):
         value, usual = getattr(config, name), TrainConfig.model_fields[name].default
