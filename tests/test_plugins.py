@@ -94,9 +94,7 @@ def plain(optimizer: Callable[[nn.Module], Callable[[], None]]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer"), [("lion", lion), ("twofold_parts.lion.Lion", lion), ("muon", muon)], ids=str
-)
+@pytest.mark.parametrize(("name", "optimizer"), [("lion", lion), ("twofold_parts.lion.Lion", lion), ("muon", muon)])
 def test_an_optimizer(tmp_path: Path, name: str, optimizer: Any) -> None:
     """On whole parameters, in ZeRO's parts, on DTensors of one and two axes, and in a pipeline."""
     expected = plain(optimizer)
