@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from twofold.config.dump import dump_groups
 from twofold.config.load import validate_kwargs
@@ -84,8 +85,13 @@ class Trainer:
         self.config, self.run_config = validate_kwargs((TrainConfig, RunConfig), where | settings, _OWN_ARGUMENTS)
         self.callbacks = list(callbacks)
         join_step()
-        self.device_type, self.devices = resolve(accelerator, devices)
-        machines = count_nodes(num_nodes)
+        self._drives_ray = self.run_config.launcher == "ray" and not is_worker()
+        if self._drives_ray:
+            from twofold.mesh import on_ray
+
+            (self.device_type, self.devices), machines = on_ray.resolve(accelerator, devices), num_nodes
+        else:
+            (self.device_type, self.devices), machines = resolve(accelerator, devices), count_nodes(num_nodes)
         self.layout = parse(strategy, self.devices * machines, machines)
         _check_batch(self.layout, self.config.global_batch_size)
         _check_precision(precision)
@@ -103,7 +109,10 @@ class Trainer:
 
     def _start(self) -> None:
         """In the process that the user started: refuses what cannot be; starts the workers if there are to be some."""
-        node, run = this_node(self.run_config.num_nodes), self.run_config
+        run = self.run_config
+        if self._drives_ray:
+            self._drive_ray()
+        node = this_node(run.num_nodes)
         is_first = not is_worker() and (node is None or node.rank == 0)  # of the machines: the run folder is its own
         if is_first:
             self.folder.check(resume=bool(run.resume))
@@ -116,6 +125,17 @@ class Trainer:
             if end.code and is_first:
                 close_status(self.folder.status, f"ended with exit code {end.code}")
             raise
+
+    def _drive_ray(self) -> NoReturn:
+        from twofold.mesh import on_ray
+
+        run = self.run_config
+        self.folder.check(resume=bool(run.resume))
+        where = self.device_type, self.devices, run.num_nodes
+        code = on_ray.launch(*where, run.threads, run.backend, Path(run.folder))
+        if code and run.name:
+            close_status(self.folder.status, f"ended with exit code {code}")
+        sys.exit(code)
 
     def _create_folder(self) -> None:
         layout = {"parallel": str(self.layout), "ranks": self.layout.world_size, "device": self.device_type}

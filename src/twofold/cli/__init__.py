@@ -46,7 +46,7 @@ def tell(error: UserError) -> None:
 
 
 def _agent_will_tell() -> bool:
-    """Whether this is a worker whose agent reads its errors and prints the one that counts."""
-    from twofold.mesh.guard import LOG_DIR_VARIABLE
+    """Whether this is a worker whose agent (or driver) gets its errors and prints the one that counts."""
+    from twofold.mesh.guard import DRIVER_TELLS_VARIABLE, LOG_DIR_VARIABLE
 
-    return LOG_DIR_VARIABLE in os.environ
+    return LOG_DIR_VARIABLE in os.environ or DRIVER_TELLS_VARIABLE in os.environ

@@ -195,6 +195,10 @@ class RunConfig(Group):
         description="true = go on from the run's latest checkpoint; or the path of a checkpoint.",
     )
     progress: Literal["auto", "rich", "plain", "off"] = Field(default="auto", description="What the console shows.")
+    launcher: Literal["auto", "ray"] = Field(
+        default="auto",
+        description="Who starts the workers: auto = this process, or what has started it; ray = Ray Train.",
+    )
     threads: int | None = Field(default=None, gt=0, description="CPU threads of each worker. null = a fair share.")
     affinity: Literal["none", "cores", "numa"] = Field(
         default="none", description="CPUs of each worker: cores of its own, or those of one NUMA node (its GPU's)."

@@ -23,6 +23,8 @@ from twofold.errors import EXIT_FAILURE, EXIT_USER, UserError
 # Set by our agent for its workers: the folder of logs and error records. Its presence says that the agent
 # will print the root cause, so that workers need not.
 LOG_DIR_VARIABLE = "TWOFOLD_LOG_DIR"
+# Set in workers that Ray has started for us: exceptions that end the program reach the driver, which prints them.
+DRIVER_TELLS_VARIABLE = "TWOFOLD_DRIVER_TELLS"
 
 # How long a victim waits for the record of the rank that caused it: the agent stops everyone as soon as one
 # process has ended, and the root may be slow (a `finally` that flushes) to reach its own record.
