@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from types import TracebackType
 
 EXIT_DONE, EXIT_FAILURE, EXIT_USER = 0, 1, 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 class UserError(Exception):

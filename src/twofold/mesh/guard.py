@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from twofold.errors import EXIT_FAILURE, EXIT_USER, UserError
+from twofold.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER, UserError
 
 # Set by our agent for its workers: the folder of logs and error records. Its presence says that the agent
 # will print the root cause, so that workers need not.
@@ -29,8 +29,6 @@ DRIVER_TELLS_VARIABLE = "TWOFOLD_DRIVER_TELLS"
 # How long a victim waits for the record of the rank that caused it: the agent stops everyone as soon as one
 # process has ended, and the root may be slow (a `finally` that flushes) to reach its own record.
 _WAIT_FOR_ROOT_SECONDS = 3.0
-
-_EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 _LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|connectfullmesh|broken pipe|socket closed|pair closure"
@@ -61,7 +59,7 @@ def guard(log_dir: str | Path | None = None) -> Iterator[None]:
     except SystemExit:
         raise
     except KeyboardInterrupt:
-        _end_process(_EXIT_INTERRUPTED)
+        _end_process(EXIT_INTERRUPTED)
     except BaseException as error:
         if os.getpid() != pid:  # a forked child of the worker: not this rank's failure
             raise
@@ -77,7 +75,7 @@ def _fail(error: BaseException, errors: Path, by_agent: bool) -> int:
             _wait_for_root(errors)
         return record["exit_code"]
     except KeyboardInterrupt:  # Ctrl-C came while native code was waiting for another rank, which it ended
-        return _EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
 
 
 def record_failure(error: BaseException, errors: Path) -> dict[str, Any]:

@@ -55,7 +55,8 @@ class Mesh:
         exchanges, instead of the device's own (`use_backend`).
 
         Adopts a process group that is up; makes one (gloo; for "cuda" nccl, with gloo for tensors on the CPU)
-        where a launcher has set RANK, LOCAL_RANK, WORLD_SIZE and MASTER_ADDR; else it is a run of one.
+        where a launcher has set RANK, LOCAL_RANK, WORLD_SIZE and MASTER_ADDR; else it is a run of one. Raises UserError
+        for a group that is up with another backend than the one asked for.
         """
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         index = indices[local_rank] if indices else local_rank
@@ -63,6 +64,7 @@ class Mesh:
         if device_type == "cuda":
             torch.cuda.set_device(device)
         if dist.is_initialized():
+            _check_adopted(backend, device_type)
             return cls(dist.get_rank(), dist.get_world_size(), local_rank, device)
         if not in_launcher_environment() or int(os.environ["WORLD_SIZE"]) == 1:
             return cls(0, 1, local_rank, device)
@@ -234,6 +236,21 @@ def _registered(name: str, where: str) -> str:
     if not isinstance(made, str) or not dist.is_backend_available(made):
         raise UserError(f"{where}: '{name}' returns {made!r}, and not the name of a backend that it has registered.")
     return made
+
+
+def _check_adopted(backend: str | None, device_type: str) -> None:
+    there = _of_device(dist.get_backend_config(), device_type)
+    if backend and _of_device(use_backend(backend), device_type) != there:
+        raise UserError(
+            f"run.backend={backend}: a process group with {there} is up already. Make it with that backend, or leave "
+            "run.backend out."
+        )
+
+
+def _of_device(backend: str, device_type: str) -> str:
+    """The backend of one device's tensors in "gloo" or "cpu:gloo,cuda:nccl"; "" if there is none."""
+    parts = [part.strip().rpartition(":") for part in backend.split(",")]
+    return next((name for device, _, name in parts if device in ("", device_type)), "")
 
 
 def _backends(axes: Sequence[str], timeouts: Mapping[str, float], backends: Mapping[str, str]) -> Any:

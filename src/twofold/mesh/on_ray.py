@@ -13,14 +13,18 @@ time. Costs on 2 cores: some 20 s until the first step.
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from twofold.errors import EXIT_FAILURE, EXIT_USER, UserError
+from twofold.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER, UserError
 from twofold.mesh.cluster import TIMEOUT_VARIABLE
 from twofold.mesh.command import Command, this_command
 from twofold.mesh.guard import DRIVER_TELLS_VARIABLE, looks_like_lost_connection
+
+_TORCH_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 
 def resolve(accelerator: str, devices: int | str | Sequence[int]) -> tuple[str, int]:
@@ -49,6 +53,7 @@ def launch(
 
     workers = devices * num_nodes
     each = {"CPU": threads or 1} | ({"GPU": 1} if device_type == "cuda" else {})
+    _check_backend(backend)
     _check_resources(each, workers)
     command = this_command(workers)
     trainer = TorchTrainer(
@@ -67,10 +72,46 @@ def launch(
         run_config=train.RunConfig(storage_path=str(folder.absolute() / ".ray")),
     )
     try:
-        trainer.fit()
+        _in_thread(trainer.fit)
     except train.TrainingFailedError as failed:
+        _leave()
         return _tell(getattr(failed, "worker_failures", None) or {0: failed}, workers)
+    except KeyboardInterrupt:
+        _leave()
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     return 0
+
+
+def _in_thread(work: Callable[[], Any]) -> None:
+    """Runs it where Ray Train does not take over Ctrl-C: its handler ends this process with 1, or 0."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    done.result()
+
+
+def _leave() -> None:
+    """Leaves Ray, which ends the workers of this program and has then printed all that it held back of them."""
+    import ray
+
+    ray.shutdown()
+
+
+def _check_backend(backend: str | None) -> None:
+    """Ray Train makes the process group before the workers know of any plug-in."""
+    for name in (part.strip().rpartition(":")[2] for part in (backend or "").split(",")):
+        if name and name not in _TORCH_BACKENDS:
+            raise UserError(
+                f"run.backend={backend}: run.launcher=ray knows torch's own only: {', '.join(_TORCH_BACKENDS)}. Use "
+                "one of them, or another launcher."
+            )
 
 
 def _resources() -> dict[str, float]:
