@@ -47,9 +47,9 @@ class Meter:
         self.ended = time.perf_counter()
         self.peak_mb = status_mb("VmHWM")
 
-    def step_done(self, step: int, last: int) -> None:
-        """The same from a callback that is told the number of steps done."""
-        if step == 1:
+    def step_done(self, step: int, last: int, warm: int = 1) -> None:
+        """The same from a callback that is told the number of steps done; the clock starts after `warm` of them."""
+        if step == warm:
             self.start(step)
         elif step == last:
             self.stop()
