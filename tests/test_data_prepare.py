@@ -10,7 +10,7 @@ import templates as t
 from pyarrow import parquet
 
 from twofold.config.schema import DataOptions
-from twofold.data.formats import formats
+from twofold.data.formats import formats_of
 from twofold.data.prepare import prepare, prompts
 from twofold.data.preview import preview, segments
 from twofold.errors import UserError
@@ -46,7 +46,7 @@ def test_formats_are_found_by_their_columns(name: str) -> None:
     assert name in data.report.summary()
     if name not in ("text", "tokenized"):
         assert trained_text(data) == "b<|im_end|>"
-    assert set(formats()) == set(ROWS)
+    assert set(formats_of("single")) == set(ROWS)
 
 
 def test_lists_of_messages_as_prompt_and_completion() -> None:

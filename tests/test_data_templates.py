@@ -326,7 +326,7 @@ def test_texts_and_completions() -> None:
         (Example(prompt="x" * 50, completion="y"), {"max_length": 20}, "max_length=20 cuts all of its trained tokens"),
         (
             Example(text="x" * 50),
-            {"max_length": 20, "truncation": "refuse"},
+            {"max_length": 20, "truncation": "error"},
             "it has 51 tokens and data.max_length is 20",
         ),
     ],

@@ -147,7 +147,7 @@ def test_lora_with_dropout_resumes_bit_exactly(base: Path, tmp_path: Path, ranks
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # qwen2: tied embeddings, one weight under two names
 def test_a_checkpoint_of_an_adapter_holds_no_frozen_weight(family: str) -> None:
     from twofold.engine.checkpoint import _trained
-    from twofold.methods.sft import build_model
+    from twofold.methods.common import build_model
 
     tokenizer = t.byte_level(t.CHATML)
     model = reference.tiny_model(family, vocab_size=len(tokenizer))
@@ -199,7 +199,7 @@ def test_arguments(base: Path, tmp_path: Path) -> None:
         SFTTrainer(str(base), rows(3), args={"max_lenght": 3})
     with pytest.raises(UserError, match=r"unknown argument 'learning_rate'.*lr"):
         SFTTrainer(str(base), rows(3), learning_rate=3)
-    with pytest.raises(UserError, match="args must be an SFTConfig"):
+    with pytest.raises(UserError, match="args must be a SFTConfig"):
         SFTTrainer(str(base), rows(3), args=3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="needs tokenizer="):
         SFTTrainer(reference.tiny_model(), rows(3))

@@ -14,11 +14,9 @@ _HOME = {
     "Loss": "twofold.task",
     "Callback": "twofold.monitor.callback",
     "Parallel": "twofold.parallel",
-    "SFTTrainer": "twofold.methods.sft",
-    "SFTConfig": "twofold.methods.sft",
     "UserError": "twofold.errors",
 }
-__all__ = [  # the keys of _HOME, as literals for linters and type checkers
+__all__ = [  # the keys of _HOME and the methods' classes, as literals for linters and type checkers
     "Callback",
     "Loss",
     "Parallel",
@@ -42,6 +40,12 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
+    if name.endswith(("Trainer", "Config")):
+        from twofold.methods import find_class
+
+        found = find_class(name)
+        if found is not None:
+            return found
     raise AttributeError(f"module 'twofold' has no attribute '{name}'")
 
 

@@ -103,9 +103,9 @@ class DataOptions(Group):
 
     format: str = Field(default="auto", description="Format of the rows. auto = found by their columns.")
     max_length: int | None = Field(default=2048, gt=1, description="Most tokens of a sample. null = no limit.")
-    truncation: Literal["refuse", "end"] = Field(
-        default="end",
-        description="A sample over max_length: 'end' cuts its end off, 'refuse' stops with an error.",
+    truncation: Literal["keep_start", "keep_end", "skip", "error"] = Field(
+        default="keep_start",
+        description="A sample over max_length: keep its first or its last tokens, skip it, or stop with an error.",
     )
     train_on: Literal["auto", "all", "assistant", "last"] = Field(
         default="auto",

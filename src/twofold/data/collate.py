@@ -7,7 +7,7 @@ target. Labels are masked by position (-100), never by value: eos is trained tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,19 @@ def padded(samples: Sequence[Mapping[str, Any]], pad: int = 0) -> dict[str, Any]
         "targets": targets,
         "sample_of": sample_of,
     }
+
+
+def grouped(samples: Sequence[Mapping[str, Any]], make: Callable[[Sequence[Any]], dict[str, Any]]) -> dict[str, Any]:
+    """Samples of several sequences: `make` (above) of all their sequences, in order, and the columns beside them.
+
+    Returns what `make` returns (sample_of then names the sequence), counts: the sequences of each sample, and each
+    column: [sequences] fp32.
+    """
+    batch = make([sequence for sample in samples for sequence in sample["sequences"]])
+    columns = [name for name in samples[0] if name != "sequences"]
+    numbers = {name: np.concatenate([sample[name] for sample in samples]) for name in columns}
+    batch["counts"] = tuple(len(sample["sequences"]) for sample in samples)
+    return batch | {name: torch.from_numpy(x.astype(np.float32)) for name, x in numbers.items()}
 
 
 def _joined(samples: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:

@@ -25,6 +25,10 @@ SHARED_TOKEN = (
 )
 
 
+class TooLong(RowError):
+    """A row over max_length that is to be skipped."""
+
+
 @dataclass
 class Sample:
     """input_ids, labels: of one length; labels[i] is input_ids[i] where it is trained, else -100. cut: tokens
@@ -256,9 +260,11 @@ def _fit(sample: Sample, options: DataOptions) -> Sample:
     most, length = options.max_length, len(sample.input_ids)
     if most is None or length <= most:
         return sample
-    if options.truncation == "refuse":
-        raise RowError(f"it has {length} tokens and data.max_length is {most} (data.truncation=end would cut it)")
-    ids, labels = sample.input_ids[:most], sample.labels[:most]
+    if options.truncation in ("error", "skip"):
+        kind = TooLong if options.truncation == "skip" else RowError
+        raise kind(f"it has {length} tokens and data.max_length is {most} (data.truncation=keep_start would cut it)")
+    kept = slice(0, most) if options.truncation == "keep_start" else slice(length - most, length)
+    ids, labels = sample.input_ids[kept], sample.labels[kept]
     if all(label == IGNORE for label in labels[1:]):
         raise RowError(f"data.max_length={most} cuts all of its trained tokens away: it has {length} tokens")
     return Sample(ids, labels, length - most, sample.notes)

@@ -11,18 +11,19 @@ from typing import Any
 
 from twofold.config.schema import DataOptions
 from twofold.data.encode import IGNORE
-from twofold.data.prepare import DataReport, TokenDataset, samples
+from twofold.data.prepare import samples
+from twofold.data.tokens import DataReport, TokenDataset
 from twofold.errors import UserError
 
 OPEN, CLOSE = "⟦", "⟧"
 
 
-def preview(source: Any, tokenizer: Any, options: DataOptions, rows: int = 3) -> None:
+def preview(source: Any, tokenizer: Any, options: DataOptions, rows: int = 3, kind: str = "single") -> None:
     """Prints the first samples and the report. Rows that cannot be trained are listed, not refused.
 
     Raises UserError, after the list, where not one row can be trained.
     """
-    data = samples(source, tokenizer, options)
+    data = samples(source, tokenizer, options, kind=kind)
     for i in range(min(rows, len(data))):
         _print_sample(data, tokenizer, i)
     print("\n".join(describe(data.report)))
@@ -41,10 +42,16 @@ def segments(sample: dict[str, Any], tokenizer: Any) -> list[tuple[str, bool]]:
 
 
 def _print_sample(data: TokenDataset, tokenizer: Any, i: int) -> None:
-    sample = data[i]
-    trained = int((sample["labels"][1:] != IGNORE).sum())
-    head = f"{data.report.place(data.row_numbers[i])} · {data.lengths[i]} tokens · {trained} trained"
-    pieces = segments(sample, tokenizer)
+    sequences, values = data.sequences(i), data[i].get("values")
+    for number, sequence in enumerate(sequences):
+        trained = int((sequence["labels"][1:] != IGNORE).sum())
+        head = data.report.place(data.row_numbers[i])
+        head += f" · {number + 1} of {len(sequences)}" if len(sequences) > 1 else ""
+        head += f" · value {values[number]:g}" if values is not None else ""
+        _print_sequence(f"{head} · {len(sequence['labels'])} tokens · {trained} trained", segments(sequence, tokenizer))
+
+
+def _print_sequence(head: str, pieces: list[tuple[str, bool]]) -> None:
     if not sys.stdout.isatty():
         text = "".join(f"{OPEN}{piece}{CLOSE}" if is_trained else piece for piece, is_trained in pieces)
         print(f"--- {head} (trained: {OPEN}…{CLOSE})\n{text}\n")

@@ -1,8 +1,10 @@
 """The methods: each module of this folder with an `Options` model is one, named by its `kind`.
 
 A method is one file. It defines `Options` (a pydantic model with `kind: Literal["name"] = "name"`, in the file
-name.py), `run(config)`, `preview(config, rows)` and `export(config, checkpoint, output, merge)`. Importing it must
-not import torch: the command line asks all methods for their options before it knows which one it needs.
+name.py), `run(config)`, `preview(config, rows)` and `export(config, checkpoint, output, merge)`; a `*Trainer` and a
+`*Config` in it are found as `twofold.*Trainer` and `twofold.*Config`. Methods for language models share `common.py`.
+Importing a method must not import torch: the command line asks all of them for their options before it knows which one
+it needs.
 """
 
 from __future__ import annotations
@@ -22,12 +24,21 @@ if TYPE_CHECKING:
 
 def method_options() -> dict[str, type[BaseModel]]:
     """The options of every method, by kind."""
-    found: dict[str, type[BaseModel]] = {}
-    for module in iter_modules(__path__):
-        options = getattr(import_module(f"{__name__}.{module.name}"), "Options", None)
-        if options is not None:
-            found[options.model_fields["kind"].default] = options
-    return found
+    return {module.Options.model_fields["kind"].default: module.Options for module in _modules()}
+
+
+def find_class(name: str) -> Any:
+    """The trainer or the configuration class of this name in any method; None if there is none."""
+    return next((getattr(module, name) for module in _modules() if _defines(module, name)), None)
+
+
+def _defines(module: Any, name: str) -> bool:
+    return getattr(getattr(module, name, None), "__module__", None) == module.__name__
+
+
+def _modules() -> list[Any]:
+    every = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
+    return [module for module in every if hasattr(module, "Options")]
 
 
 def run_method(config: Config) -> Any:

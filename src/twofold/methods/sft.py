@@ -8,28 +8,16 @@ With label smoothing e (arXiv 1512.00567, section 7) the target is mixed with th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from twofold.config.load import validate_kwargs
-from twofold.config.schema import Config, DataOptions, Group, LoraConfig
-from twofold.errors import UserError
-from twofold.monitor.run_folder import default_name
-from twofold.parallel import Parallel
-from twofold.task import Loss, Task
-from twofold.trainer import Extras, Trainer
+from twofold.config.schema import Group
+from twofold.methods.common import LanguageConfig, LanguageTask, LanguageTrainer, commands
+from twofold.task import Loss
 
 if TYPE_CHECKING:
-    from twofold.data.prepare import TokenDataset
-    from twofold.engine.loop import Result
     from twofold.models.causal_lm import CausalLM
-
-_MODEL_INPUTS = ("input_ids", "position_ids", "attention_mask", "sample_lengths", "predict_at", "targets")
-_MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
 class Options(Group):
@@ -39,39 +27,23 @@ class Options(Group):
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Share of the target spread over the vocabulary.")
 
 
-class SFTConfig(Options, DataOptions):
+class SFTConfig(Options, LanguageConfig):
     """Options of `SFTTrainer`: the data options, label smoothing, and how the model is loaded and adapted."""
 
-    adapter: LoraConfig | None = Field(None, description="Train a LoRA adapter only. None = all parameters.")
-    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="Type in which the weights are loaded.")
-    chat_template: str | None = Field(None, description="A .jinja file or the template itself.")
-    attention: Literal["auto", "padded"] = Field("auto", description="padded = never without padding.")
-    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
 
-
-class SFT(Task):
-    """model: a `CausalLM`; pad: the token that fills padded batches (never trained, never attended to)."""
-
-    model: CausalLM
+class SFT(LanguageTask):
+    """Token samples; the weight is the number of labelled tokens."""
 
     def __init__(self, model: CausalLM, label_smoothing: float = 0.0, pad: int = 0) -> None:
-        self.model = model
+        super().__init__(model, pad)
         self.label_smoothing = label_smoothing
-        self.pad = pad
-
-    def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
-        from twofold.data.collate import packed, padded
-
-        return packed(samples) if self.model.packed else padded(samples, self.pad)
 
     def inputs(self, batch: Any) -> dict[str, Any]:
-        inputs = {key: batch[key] for key in _MODEL_INPUTS if key in batch}
-        return inputs | {"with_mean": self.label_smoothing > 0}
+        return super().inputs(batch) | {"with_mean": self.label_smoothing > 0}
 
     def loss(self, output: Any, batch: Any) -> Loss:
         logp, mean = output
-        nll = -logp.sum()
-        total = nll
+        total = nll = -logp.sum()
         if self.label_smoothing:
             total = (1 - self.label_smoothing) * nll - self.label_smoothing * mean.sum()
         return Loss.of(total, len(logp))
@@ -80,209 +52,16 @@ class SFT(Task):
         return {"loss": len(batch["targets"])}
 
 
-class SFTTrainer:
+class SFTTrainer(LanguageTrainer):
     """`SFTTrainer(model="smollm2-135m-instruct", train_dataset="train.jsonl", eval_steps=20).train()`.
 
-    model: a Hugging Face model, a folder or a name; train_dataset, eval_dataset: a path, a list of rows or a
-    `datasets` object, in any of the known formats (`twofold.data.formats`); args: an `SFTConfig` or a dict of
-    its fields; tokenizer: needed beside a model object, else loaded with the model; trainer_arguments: any
-    argument of `Trainer`. Raises UserError for bad arguments and untrainable rows, before any worker starts.
+    The arguments are those of `LanguageTrainer`; args: an `SFTConfig` or a dict of its fields.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        train_dataset: Any,
-        eval_dataset: Any = None,
-        args: SFTConfig | dict[str, Any] | None = None,
-        tokenizer: Any = None,
-        config_text: str | None = None,
-        **trainer_arguments: Any,
-    ) -> None:
-        self.args = _as_config(args)
-        self.model_name = str(model) if isinstance(model, str | Path) else type(model).__name__
-        self.tokenizer = tokenizer or self._load_tokenizer(model)
-        self.train_dataset = self._prepare(train_dataset, "train")
-        self.eval_dataset = None if eval_dataset is None else self._prepare(eval_dataset, "eval")
-        self._eval_source = eval_dataset
-        if trainer_arguments.get("name") is None and not trainer_arguments.get("resume"):
-            trainer_arguments["name"] = default_name("sft")
-        # With devices > 1 the workers start here.
-        self.trainer = Trainer(config_text=config_text, check=partial(self._check, model), **trainer_arguments)
-        self.model = self._load_model(model)
+    config_class = SFTConfig
 
-    def _check(self, model: Any, layout: Parallel) -> None:
-        """Refuses, before workers start, a layout that the model cannot be put on."""
-        if layout.tensor == layout.pipeline == layout.expert == 1:
-            return
-        from twofold.models.layout_check import check_layout
-        from twofold.models.load import load_shape
-
-        check_layout(
-            load_shape(str(model), self.args.trust_remote_code) if isinstance(model, str | Path) else model, layout
-        )
-
-    def _load_tokenizer(self, model: Any) -> Any:
-        from twofold.models.load import load_tokenizer
-
-        source = model if isinstance(model, str | Path) else getattr(model, "name_or_path", "")
-        if not source:
-            raise UserError("SFTTrainer: a model object without a folder needs tokenizer=… beside it.")
-        return load_tokenizer(str(source), self.args.chat_template, self.args.trust_remote_code)
-
-    def _prepare(self, source: Any, what: str) -> TokenDataset:
-        from twofold.data.prepare import prepare
-
-        options = DataOptions(**{name: getattr(self.args, name) for name in DataOptions.model_fields})
-        return prepare(source, self.tokenizer, options, what)
-
-    def _load_model(self, model: Any) -> CausalLM:
-        from twofold.models.load import load_model
-
-        if isinstance(model, str | Path):
-            model = load_model(str(model), _dtype(self.args.dtype), self.args.trust_remote_code)
-        return build_model(model, self.args, self.trainer.config.seed, self.tokenizer, self.model_name)
-
-    def train(self) -> Result:
-        """Trains, and leaves the model in the run folder's export/. Returns the engine's `Result`."""
-        task = SFT(self.model, self.args.label_smoothing, self.tokenizer.pad_token_id or 0)
-        return self.trainer.fit(task, self.train_dataset, self.eval_dataset, self._extras())
-
-    def _extras(self) -> Extras:
-        from twofold.data.order import Cut
-
-        config, packed = self.trainer.config, self.model.packed
-        tokens = config.micro_batch_tokens
-        if tokens is None and config.micro_batch_size is None:
-            tokens = _MICRO_BATCH_TOKENS[self.trainer.device_type]
-        report = self.train_dataset.report
-        warnings = []
-        if not packed and self.args.attention == "auto":
-            warnings.append(f"batches are padded: {self.model.abilities.why}. Slower, and just as correct.")
-        return Extras(
-            cut=Cut(tokens, config.micro_batch_size, padded=not packed),
-            lengths=self.train_dataset.lengths,
-            eval_lengths=self.eval_dataset.lengths if self.eval_dataset is not None else None,
-            info=self._info(packed),
-            samples=self._samples if self.eval_dataset is not None else None,
-            export=self._export,
-            facts={"data": self.train_dataset.fingerprint},
-            warnings=[*warnings, *report.notes],
-            workers=self.args.num_workers,
-            keep_dtype=self.args.dtype is not None,
-        )
-
-    def _info(self, packed: bool) -> dict[str, str]:
-        """Rows of the start table."""
-        from twofold.models.causal_lm import bare
-
-        how = "no padding, each sample by itself" if packed else "padded"
-        return {
-            "model": f"{self.model_name} ({type(bare(self.model.hf)).__name__})",
-            "data": self.train_dataset.report.summary(),
-            "attention": f"{how} · output head at labels only",
-        }
-
-    def _samples(self, model: CausalLM, count: int) -> list[dict[str, Any]]:
-        from twofold.data.prepare import prompts
-        from twofold.models.generate import generate_tokens
-
-        chosen = prompts(self._eval_source, self.tokenizer, DataOptions(format=self.args.format), count)
-        outputs = generate_tokens(model.hf, self.tokenizer, [p.input_ids for p in chosen])
-        decode = self.tokenizer.decode
-        return [
-            {
-                "prompt": decode(p.input_ids),
-                "output": decode(o, skip_special_tokens=True),
-                "reference": p.reference,
-            }
-            for p, o in zip(chosen, outputs, strict=True)
-        ]
-
-    def _export(self, model: CausalLM, folder: Path) -> list[str]:
-        from twofold.models.export import export, how_to_use
-
-        export(model.hf, self.tokenizer, folder)
-        return how_to_use(folder, model.hf)
+    def task(self) -> SFT:
+        return SFT(self.model, self.args.label_smoothing, self.pad)
 
 
-def _as_config(args: SFTConfig | dict[str, Any] | None) -> SFTConfig:
-    if isinstance(args, SFTConfig):
-        return args
-    if args is None or isinstance(args, dict):
-        return validate_kwargs((SFTConfig,), args or {})[0]
-    raise UserError(f"SFTTrainer: args must be an SFTConfig or a dict of its fields, not {type(args).__name__}.")
-
-
-def build_model(model: Any, args: SFTConfig, seed: int, tokenizer: Any, name: str) -> CausalLM:
-    """A Hugging Face model with its adapter (initialised by `seed`, alike on every rank), ready for `SFT`."""
-    from twofold.engine.source import seed_everything
-    from twofold.models.causal_lm import CausalLM, NotCausalLM, examine
-    from twofold.models.lora import add_lora
-
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens and {name} has {rows} embeddings: they do not belong together."
-        )
-    try:
-        abilities = examine(model)
-    except NotCausalLM as error:
-        raise UserError(f"model.path: {error}.") from None
-    seed_everything(seed)
-    if args.adapter is not None:
-        model = add_lora(model, args.adapter)
-    return CausalLM(model, abilities, packed=args.attention == "auto")
-
-
-def arguments(config: Config) -> dict[str, Any]:
-    """A configuration file's content as `SFTTrainer`'s arguments."""
-    method = {k: v for k, v in config.method.model_dump().items() if k != "kind"}
-    data = config.data.model_dump(exclude={"train", "eval"})
-    model = config.model.model_dump(exclude={"path"})
-    return {
-        "model": config.model.path,
-        "train_dataset": config.data.train,
-        "eval_dataset": config.data.eval,
-        "args": SFTConfig(**method, **data, **model),
-        **config.train.model_dump(),
-        **config.run.model_dump(),
-    }
-
-
-def run(config: Config) -> Result:
-    """`twofold train` for this method."""
-    from twofold.config.dump import dump
-
-    return SFTTrainer(**arguments(config), config_text=dump(config)).train()
-
-
-def preview(config: Config, rows: int) -> None:
-    """`twofold data` for this method: prints rows as they are trained, and what the data holds."""
-    from twofold.data.preview import preview as show
-    from twofold.models.load import load_tokenizer
-
-    tokenizer = load_tokenizer(config.model.path, config.model.chat_template, config.model.trust_remote_code)
-    options = DataOptions(**config.data.model_dump(exclude={"train", "eval"}))
-    show(config.data.train, tokenizer, options, rows)
-
-
-def export(config: Config, checkpoint: Path, output: Path, merge: bool) -> None:
-    """`twofold export` for this method: the model with a checkpoint's weights."""
-    from twofold.engine.checkpoint import load_weights
-    from twofold.models import export as exports
-    from twofold.models.load import load_model, load_tokenizer
-
-    args, path = arguments(config)["args"], config.model.path
-    tokenizer = load_tokenizer(path, args.chat_template, args.trust_remote_code)
-    model = build_model(load_model(path, _dtype(args.dtype), args.trust_remote_code), args, 0, tokenizer, path)
-    saved = load_weights(checkpoint, model)
-    exports.export(
-        model.hf, tokenizer, output, merge, {"step": saved["progress"]["step"], "checkpoint": checkpoint.name}
-    )
-
-
-def _dtype(name: str | None) -> Any:
-    import torch
-
-    return getattr(torch, name) if name else None
+run, preview, export = commands(SFTTrainer)

@@ -1,7 +1,12 @@
 """What a row of a data file can look like: one file per format, found by its columns.
 
-A format is a module here with `COLUMNS` (what it needs, in words), `USES` (every column it reads),
-`matches(columns)` and `convert(row)`, which makes an `Example` or raises `RowError`. A new format is one new file.
+A format is a module here with `KIND` (what its rows are for), `COLUMNS` (what it needs, in words), `USES` (every column
+it reads), `matches(columns)` and `convert(row)`, which makes an `Example` or a `Group` or raises `RowError`. A new
+format is one new file. Kinds:
+
+    single       one text to learn (an `Example`)
+    preference   two answers to one prompt, chosen and rejected, in this order (a `Group`)
+    unpaired     one answer and whether it is good: its value is 1 or 0 (a `Group`)
 """
 
 from __future__ import annotations
@@ -39,23 +44,49 @@ class Example:
     labels: list[int] | None = None
 
 
+@dataclass(frozen=True)
+class Group:
+    """Examples that make one sample. values: a number for each (a label, a score), where the method needs one."""
+
+    examples: tuple[Example, ...]
+    values: tuple[float, ...] = ()
+
+
 def formats() -> dict[str, ModuleType]:
     """Every format by name."""
     return {m.name: import_module(f"{__name__}.{m.name}") for m in iter_modules(__path__)}
 
 
-def find_format(columns: set[str], wanted: str, what: str) -> tuple[str, ModuleType]:
-    """(name, module) of the format of rows with these columns. `wanted` is a name or "auto".
+def formats_of(kind: str) -> dict[str, ModuleType]:
+    """The formats of one kind by name."""
+    return {name: module for name, module in formats().items() if kind == module.KIND}
 
-    Raises UserError for an unknown name, for columns that fit no format or more than one.
+
+def find_format(columns: set[str], wanted: str, what: str, kind: str = "single") -> tuple[str, ModuleType]:
+    """(name, module) of the format of rows with these columns. `wanted` is a name or "auto"; kind: what the method
+    learns from.
+
+    Raises UserError for an unknown name, for columns that fit no format of the kind or more than one.
     """
-    known = formats()
+    known = formats_of(kind)
     if wanted != "auto":
         if wanted not in known:
+            if wanted in formats():
+                raise UserError(
+                    f"data.format: '{wanted}' holds {formats()[wanted].KIND} rows, and this method learns from {kind} "
+                    f"rows: {', '.join(known)}."
+                )
             raise UserError(f"data.format: unknown format '{wanted}'. {nearest(wanted, known)}")
         return wanted, known[wanted]
     fitting = [name for name, module in known.items() if module.matches(columns)]
     found = ", ".join(sorted(columns)) or "none"
+    others = [module.KIND for module in formats().values() if module.matches(columns)]
+    if not fitting and others:
+        table = "; ".join(module.COLUMNS for module in known.values())
+        raise UserError(
+            f"{what}: the columns {found} are {others[0]} rows, and this method learns from {kind} rows: "
+            f"{table}. Choose a method for such data, or another file."
+        )
     if not fitting:
         table = "; ".join(f"{name}: {module.COLUMNS}" for name, module in known.items())
         raise UserError(f"{what}: no known format has the columns {found}. Formats: {table}.")

@@ -9,6 +9,7 @@ from typing import Any
 
 from twofold.data.formats import Example, RowError, field
 
+KIND = "single"
 COLUMNS = "instruction, output, and optionally input, system, history"
 USES = {"instruction", "input", "output", "system", "history"}
 

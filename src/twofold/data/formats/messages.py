@@ -5,6 +5,7 @@ from typing import Any
 
 from twofold.data.formats import Example, check_messages, field, tools_of
 
+KIND = "single"
 COLUMNS = "messages (list of {role, content}), tools (optional)"
 USES = {"messages", "tools"}
 

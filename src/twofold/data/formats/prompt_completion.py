@@ -5,6 +5,7 @@ from typing import Any
 
 from twofold.data.formats import Example, RowError, check_messages, field, tools_of
 
+KIND = "single"
 COLUMNS = "prompt, completion (texts, or lists of messages), tools (optional)"
 USES = {"prompt", "completion", "tools"}
 

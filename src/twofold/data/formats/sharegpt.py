@@ -6,6 +6,7 @@ from typing import Any
 
 from twofold.data.formats import Example, RowError, check_messages, field, tools_of
 
+KIND = "single"
 COLUMNS = "conversations (list of {from, value}), system and tools (optional)"
 USES = {"conversations", "system", "tools"}
 ROLES = {
@@ -29,11 +30,11 @@ def convert(row: Mapping[str, Any]) -> Example:
     turns = field(row, "conversations", list)
     system = field(row, "system", str, "")
     messages = [{"role": "system", "content": system}] if system else []
-    messages += [_message(turn, i) for i, turn in enumerate(turns, 1)]
+    messages += [message(turn, i) for i, turn in enumerate(turns, 1)]
     return Example(messages=check_messages(messages, "conversations"), tools=tools_of(row))
 
 
-def _message(turn: Any, number: int) -> dict[str, Any]:
+def message(turn: Any, number: int) -> dict[str, Any]:
     if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
         raise RowError(f"conversations, turn {number}: should be an object with from and value (a text)")
     source = turn.get("from")

@@ -5,6 +5,7 @@ from typing import Any
 
 from twofold.data.formats import Example, RowError, field
 
+KIND = "single"
 COLUMNS = "text"
 USES = {"text"}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from twofold.data.formats import Example, RowError, field
 
+KIND = "single"
 COLUMNS = "input_ids, labels, and optionally attention_mask (lists of numbers of one length)"
 USES = {"input_ids", "labels", "attention_mask"}
 
