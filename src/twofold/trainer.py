@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from twofold.data.order import Cut
     from twofold.engine.feed import Feed
     from twofold.engine.loop import Loop, Result
+    from twofold.engine.predict import Predict
     from twofold.engine.source import Source
     from twofold.mesh.mesh import Mesh
 
@@ -38,7 +40,8 @@ class Extras:
     """What a method adds to a run: how micro-batches are cut, the start table's rows, evaluation samples
     (model, count -> samples), what writes the export (model, folder -> lines that say how to use it), what a resumed
     run must share with the saved one, what the user should be told, loader processes, and whether the model keeps the
-    dtypes it was loaded with whatever `precision` says."""
+    dtypes it was loaded with whatever `precision` says. before: called with the model as it is at the start, placed,
+    and a `Predict` (`engine/predict.py`), before a checkpoint is loaded."""
 
     cut: Cut | None = None
     lengths: Sequence[int] | None = None
@@ -50,6 +53,7 @@ class Extras:
     warnings: Sequence[str] = ()
     workers: int = 0
     keep_dtype: bool = False
+    before: Callable[[Predict], None] | None = None
 
 
 class Trainer:
@@ -167,6 +171,7 @@ class Trainer:
         from twofold.engine.loop import Loop
         from twofold.engine.optim import build_optimizer
         from twofold.engine.precision import Precision
+        from twofold.engine.predict import Predict
         from twofold.engine.scaler import LossScale
         from twofold.engine.source import count_steps, mover, open_source, seed_everything
         from twofold.engine.step import TrainStep
@@ -189,6 +194,10 @@ class Trainer:
         evaluation = None
         if eval is not None:
             evaluation = self._feed(open_source(eval, task, self.config, "eval"), extras.eval_lengths, extras, mesh)
+        if extras.before is not None:
+            feeds = {"train": feed} if evaluation is None else {"train": feed, "eval": evaluation}
+            again = partial(place, mesh=mesh, layout=self.layout)
+            extras.before(Predict(task, placed, mesh, feeds, autocast, to_device, again, self._say(mesh)))
         checkpoints = Checkpoints(self.folder.checkpoints, mesh, self.config.save_total_limit)
         order = feed.order
         facts: dict[str, Any] = {
@@ -235,6 +244,10 @@ class Trainer:
         mine, ranks = mesh.coordinate(*DATA_AXES), mesh.size(*DATA_AXES)
         least, multiple = self.layout.micro_batches
         return Feed(source.data, lengths, source.collate, order, cut, mine, ranks, least, multiple, workers, pin)
+
+    def _say(self, mesh: Mesh) -> Callable[[str], None]:
+        """Tells the user something before the run has begun."""
+        return print if mesh.is_zero and self.run_config.progress != "off" else lambda text: None
 
     def _watchers(self) -> list[Callback]:
         """What writes the run folder and the console, then the user's own callbacks."""

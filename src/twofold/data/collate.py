@@ -62,13 +62,13 @@ def grouped(samples: Sequence[Mapping[str, Any]], make: Callable[[Sequence[Any]]
     """Samples of several sequences: `make` (above) of all their sequences, in order, and the columns beside them.
 
     Returns what `make` returns (sample_of then names the sequence), counts: the sequences of each sample, and each
-    column: [sequences] fp32.
+    column: [sequences] fp64.
     """
     batch = make([sequence for sample in samples for sequence in sample["sequences"]])
     columns = [name for name in samples[0] if name != "sequences"]
     numbers = {name: np.concatenate([sample[name] for sample in samples]) for name in columns}
     batch["counts"] = tuple(len(sample["sequences"]) for sample in samples)
-    return batch | {name: torch.from_numpy(x.astype(np.float32)) for name, x in numbers.items()}
+    return batch | {name: torch.from_numpy(x.astype(np.float64)) for name, x in numbers.items()}
 
 
 def _joined(samples: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:

@@ -76,7 +76,7 @@ def samples(
         rows = load_rows(source, what)
         content = _content_of_rows(rows)
     key = _fingerprint(content, tokenizer, options, kind)
-    folder = (Path(cache_dir) if cache_dir is not None else _cache_folder()) / key
+    folder = (Path(cache_dir) if cache_dir is not None else cache_folder() / "data") / key
     data = read(folder)
     if data is None:
         rows = load_rows(source, what) if rows is None else rows
@@ -198,8 +198,9 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
-def _cache_folder() -> Path:
-    return Path(os.environ.get("TWOFOLD_CACHE") or Path.home() / ".cache" / "twofold") / "data"
+def cache_folder() -> Path:
+    """Where what is computed once is kept."""
+    return Path(os.environ.get("TWOFOLD_CACHE") or Path.home() / ".cache" / "twofold")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from twofold.task import Task
 from twofold.trainer import Extras, Trainer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from twofold.data.tokens import TokenDataset
     from twofold.engine.loop import Result
     from twofold.models.causal_lm import CausalLM
@@ -149,7 +151,7 @@ class LanguageTrainer:
         from twofold.models.load import load_model
 
         if isinstance(model, str | Path):
-            model = load_model(str(model), _dtype(self.args.dtype), self.args.trust_remote_code)
+            model = load_model(str(model), torch_dtype(self.args.dtype), self.args.trust_remote_code)
         return build_model(model, self.args, self.trainer.config.seed, self.tokenizer, self.model_name)
 
     def extras(self) -> Extras:
@@ -252,7 +254,7 @@ class LanguageTrainer:
 
         args, path = cls.arguments(config)["args"], config.model.path
         tokenizer = load_tokenizer(path, args.chat_template, args.trust_remote_code)
-        model = build_model(load_model(path, _dtype(args.dtype), args.trust_remote_code), args, 0, tokenizer, path)
+        model = build_model(load_model(path, torch_dtype(args.dtype), args.trust_remote_code), args, 0, tokenizer, path)
         saved = load_weights(checkpoint, model)
         exports.export(
             model.hf, tokenizer, output, merge, {"step": saved["progress"]["step"], "checkpoint": checkpoint.name}
@@ -272,8 +274,19 @@ def data_options(holder: Any) -> DataOptions:
 def build_model(model: Any, args: LanguageConfig, seed: int, tokenizer: Any, name: str) -> CausalLM:
     """A Hugging Face model with its adapter (initialised by `seed`, alike on every rank), ready for a task."""
     from twofold.engine.source import seed_everything
-    from twofold.models.causal_lm import CausalLM, NotCausalLM, examine
     from twofold.models.lora import add_lora
+
+    adapt = None if args.adapter is None else partial(add_lora, config=args.adapter)
+    seed_everything(seed)
+    return as_causal_lm(model, args.attention, tokenizer, name, adapt)
+
+
+def as_causal_lm(
+    model: Any, attention: str, tokenizer: Any, name: str, adapt: Callable[[Any], Any] | None = None
+) -> CausalLM:
+    """The same with what `adapt` makes of the model. Raises UserError if it is no causal language model, or not the
+    tokenizer's."""
+    from twofold.models.causal_lm import CausalLM, NotCausalLM, examine
 
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
@@ -284,13 +297,16 @@ def build_model(model: Any, args: LanguageConfig, seed: int, tokenizer: Any, nam
         abilities = examine(model)
     except NotCausalLM as error:
         raise UserError(f"model.path: {error}.") from None
-    seed_everything(seed)
-    if args.adapter is not None:
-        model = add_lora(model, args.adapter)
-    return CausalLM(model, abilities, packed=args.attention == "auto")
+    return CausalLM(adapt(model) if adapt else model, abilities, packed=attention == "auto")
 
 
-def _dtype(name: str | None) -> Any:
+def sequence_sums(logp: Tensor, batch: Any) -> Tensor:
+    """The log-probability of each sequence: sums of its labelled tokens' logp, fp64 [sequences]."""
+    sums = logp.new_zeros(sum(batch["counts"]), dtype=torch_dtype("float64"))
+    return sums.index_add(0, batch["sample_of"], logp.double())
+
+
+def torch_dtype(name: str | None) -> Any:
     import torch
 
     return getattr(torch, name) if name else None

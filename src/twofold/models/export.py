@@ -45,11 +45,16 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
     if getattr(hf, "generation_config", None) is not None:
         hf.generation_config.eos_token_id = stop_tokens(model, tokenizer) or None
     if is_adapter(model):
-        base = Path(hf.name_or_path)
+        name = hf.name_or_path
         for config in model.peft_config.values():
-            config.base_model_name_or_path = str(base.resolve()) if base.is_dir() else hf.name_or_path
+            config.base_model_name_or_path = str(Path(name).resolve()) if _is_folder(name) else name
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _is_folder(name: str) -> bool:
+    """A model made in memory has the name "", which as a path would be the current folder."""
+    return bool(name) and Path(name).is_dir()
 
 
 @torch.no_grad()
@@ -60,7 +65,7 @@ def _prove(model: Any, tokenizer: Any, folder: Path) -> None:
 
     dtype = next(model.parameters()).dtype
     if is_adapter(model):
-        if not Path(model.peft_config["default"].base_model_name_or_path).is_dir():
+        if not _is_folder(model.peft_config["default"].base_model_name_or_path):
             return  # the base model has no folder (it was made in memory): there is nothing to load it onto
         again = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype)
     else:
