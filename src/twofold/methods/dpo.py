@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from twofold.methods.common import LanguageConfig, commands
+from twofold.methods.pairs import log_sigmoid, pair_loss, pair_metrics, pair_weights, token_counts
 from twofold.methods.reference import ReferenceOptions, ReferenceTask, ReferenceTrainer
 from twofold.task import Loss
 
@@ -80,48 +81,34 @@ class DPO(ReferenceTask):
     def loss(self, output: Any, batch: Any) -> Loss:
         options = self.options
         policy, reference = self.sums(output, batch)
-        ratios = policy - reference
-        c, r, pairs = ratios[0::2], ratios[1::2], len(ratios) // 2
-        losses = [weight * self._losses(kind, c, r, batch).sum() for kind, weight in options.losses().items()]
-        total = sum(losses[1:], losses[0])
-        metrics = pair_metrics(options.beta * c.detach(), options.beta * r.detach(), policy.detach())
-        if not options.sft_weight:
-            return Loss.of(total, pairs, **metrics)
-        tokens = self.weights(batch)["sft"]
-        return Loss({"dpo": (total, pairs), "sft": (-policy[0::2].sum(), tokens, options.sft_weight)}, metrics)
+        c, r = (policy - reference)[0::2], (policy - reference)[1::2]
+        losses = [weight * self._losses(kind, c, r, batch) for kind, weight in options.losses().items()]
+        metrics = pair_metrics(options.beta * c, options.beta * r, policy)
+        return pair_loss("dpo", sum(losses[1:], losses[0]), policy, batch, options.sft_weight, metrics)
 
     def weights(self, batch: Any) -> dict[str, Any]:
-        pairs = len(batch["counts"])
-        if not self.options.sft_weight:
-            return {"loss": pairs}
-        return {"dpo": pairs, "sft": (batch["sample_of"] % 2 == 0).sum()}
+        return pair_weights("dpo", batch, self.options.sft_weight)
 
     def _losses(self, kind: Kind, c: Tensor, r: Tensor, batch: Any) -> Tensor:
         """[pairs]."""
         if kind == "ipo":
-            tokens = batch["sample_of"].bincount(minlength=2 * len(c))
+            tokens = token_counts(batch)
             c, r = c / tokens[0::2], r / tokens[1::2]
         return LOSSES[kind](c, r, self.options.beta, self.options.label_smoothing)
 
 
-def _log_sigmoid(x: Tensor) -> Tensor:
-    from torch.nn.functional import logsigmoid
-
-    return logsigmoid(x)
-
-
 def _sigmoid(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
     h = beta * (c - r)
-    return -(1 - e) * _log_sigmoid(h) - e * _log_sigmoid(-h)
+    return -(1 - e) * log_sigmoid(h) - e * log_sigmoid(-h)
 
 
 def _robust(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
     h = beta * (c - r)
-    return (-(1 - e) * _log_sigmoid(h) + e * _log_sigmoid(-h)) / (1 - 2 * e)
+    return (-(1 - e) * log_sigmoid(h) + e * log_sigmoid(-h)) / (1 - 2 * e)
 
 
 def _nca_pair(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
-    return -_log_sigmoid(beta * c) - 0.5 * (_log_sigmoid(-beta * c) + _log_sigmoid(-beta * r))
+    return -log_sigmoid(beta * c) - 0.5 * (log_sigmoid(-beta * c) + log_sigmoid(-beta * r))
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
@@ -135,19 +122,6 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
     "nca_pair": _nca_pair,
 }
 """(c, r, beta, label smoothing) -> the loss of each pair."""
-
-
-def pair_metrics(chosen: Tensor, rejected: Tensor, logps: Tensor) -> dict[str, tuple[Any, Any]]:
-    """What users of preference methods watch: rewards of each [pairs], their accuracy and margin, and log p."""
-    n, margin = len(chosen), chosen - rejected
-    return {
-        "rewards/chosen": (chosen.sum(), n),
-        "rewards/rejected": (rejected.sum(), n),
-        "rewards/accuracies": ((margin > 0).double().sum(), n),
-        "rewards/margins": (margin.sum(), n),
-        "logps/chosen": (logps[0::2].sum(), n),
-        "logps/rejected": (logps[1::2].sum(), n),
-    }
 
 
 class DPOTrainer(ReferenceTrainer):
