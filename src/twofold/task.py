@@ -40,6 +40,8 @@ class Task:
     """What is learned. A subclass sets `model` and defines `inputs` and `loss`; the rest has defaults."""
 
     model: nn.Module
+    observes: bool = False
+    """Whether `loss` needs `statistics`."""
 
     def inputs(self, batch: Any) -> dict[str, Any]:
         """The keyword arguments of `model.forward` for a batch."""
@@ -62,3 +64,15 @@ class Task:
         learns the weights from one more forward pass without gradients.
         """
         return None
+
+    def statistics_inputs(self, batch: Any) -> dict[str, Any]:
+        """The keyword arguments of the forward pass without gradients that gives `statistics`."""
+        return self.inputs(batch)
+
+    def statistics(self, output: Any, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+        """What the loss needs to know of the whole global batch, as name -> (total, weight) of one micro-batch.
+
+        Where `observes` is true, the engine runs this before each step, in evaluation mode, and `loss` then finds
+        the totals divided by the weights in batch["statistics"], name -> scalar. (Batches must be dicts.)
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define statistics(output, batch), since it observes")

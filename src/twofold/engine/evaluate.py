@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from twofold.engine.feed import Feed
+from twofold.engine.observe import observe
 from twofold.engine.sums import Sums
 from twofold.mesh.mesh import Mesh
 from twofold.parallel.placed import Placed
@@ -29,9 +30,14 @@ def evaluate(
     task.model.eval()
     pipeline = placed.pipeline
     sums = Sums(everywhere=pipeline is None)
+    more: dict[str, Any] = {}
+    if task.observes:
+        passing = ((to_device(micro.batch), micro.real) for micro in feed.once())
+        more = {"statistics": observe(task, placed, passing, mesh, autocast)}
     try:
         for micro in feed.once():
             batch = to_device(micro.batch)
+            batch = {**batch, **more} if more else batch
             inputs = task.inputs(batch)
             with autocast():
                 output = placed.model(**inputs) if pipeline is None else pipeline.evaluate(inputs, autocast)

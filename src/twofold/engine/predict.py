@@ -32,16 +32,22 @@ class Predict:
     place: Callable[[nn.Module], Placed]
     say: Callable[[str], None]
 
-    def __call__(self, name: str, values: Values, placed: Placed | None = None) -> list[Any]:
+    def __call__(
+        self,
+        name: str,
+        values: Values,
+        placed: Placed | None = None,
+        inputs: Callable[[Any], dict[str, Any]] | None = None,
+    ) -> list[Any]:
         """What `values` makes of each sample of a feed, in the data's order, on every rank; every rank must call it.
 
-        placed: another model that takes the task's inputs. It runs in evaluation mode: no dropout.
+        placed: another model than the task's; inputs: others than the task's. It runs in evaluation mode: no dropout.
         """
         placed, feed = placed or self.placed, self.feeds[name]
         was_training = placed.model.training
         placed.model.eval()
         try:
-            mine = self._pass(placed, feed, values)
+            mine = self._pass(placed, feed, values, inputs or self.task.inputs)
         finally:
             placed.model.train(was_training)
         found: dict[int, Any] = {}
@@ -50,12 +56,14 @@ class Predict:
         return [found[i] for i in range(len(feed.data))]
 
     @torch.no_grad()
-    def _pass(self, placed: Placed, feed: Feed, values: Values) -> dict[int, Any]:
+    def _pass(
+        self, placed: Placed, feed: Feed, values: Values, inputs_of: Callable[[Any], dict[str, Any]]
+    ) -> dict[int, Any]:
         """Sample -> value, of the samples whose outputs this rank has and counts."""
         found: dict[int, Any] = {}
         for micro in feed.once():
             batch = self.to_device(micro.batch)
-            inputs = self.task.inputs(batch)
+            inputs = inputs_of(batch)
             with self.autocast():
                 if placed.pipeline is None:
                     output = placed.model(**inputs)

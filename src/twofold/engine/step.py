@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from twofold.engine.gradients import global_norm, gradients_of, local
+from twofold.engine.observe import observe
 from twofold.engine.scaler import LossScale
 from twofold.engine.sums import Sums, ratio
 from twofold.errors import UserError
@@ -69,12 +70,21 @@ class TrainStep:
         self._last_factor: tuple[Any, Any] = (None, None)
 
     def __call__(self, micro_batches: Sequence[MicroBatch], want_norm: bool = False) -> StepResult:
+        micro_batches = self._observed(micro_batches)
         run = self._one_after_another if self.placed.pipeline is None else self._through_stages
         sums, parts, scale = run(micro_batches)
         grad_norm = self._update(scale, want_norm)
         for p in self.parameters:
             p.grad = None
         return StepResult(sums, grad_norm, parts)
+
+    def _observed(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """With the statistics of the whole step in each batch, where the task needs them."""
+        if not self.task.observes:
+            return micro_batches
+        batches = ((self.to_device(micro.batch), micro.real) for micro in micro_batches)
+        found = observe(self.task, self.placed, batches, self.mesh, self.autocast)
+        return [replace(micro, batch={**micro.batch, "statistics": found}) for micro in micro_batches]
 
     def _one_after_another(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sums, list[Tensor], Any]:
         """(sums, each micro-batch's total, what gradients are to be multiplied by)."""

@@ -89,6 +89,10 @@ class Sums:
         """The weight of a term: a Python number where all its weights are."""
         return _sum(self.terms[name])[1]
 
+    def metric(self, name: str) -> Any:
+        """A metric: a Python number where all of it is."""
+        return ratio(*_sum(self.metrics[name]))
+
     def total(self, name: str) -> Any:
         return _sum(self.terms[name])[0]
 

@@ -3,9 +3,9 @@
 With c and r the sums of log p over the chosen and the rejected answer, s the sigmoid and e the label smoothing (eq. 5
 for e = 0 and sft_weight = 1, its likelihood over tokens):
 
-    -(1 - e) log s(beta (c - r)) - e log s(-beta (c - r)) + sft_weight * (mean over the chosen answers' tokens of -log p)
+    -(1 - e) log s(beta (c - r)) - e log s(-beta (c - r)) + sft_weight * nll
 
-The weight of the first term is the number of pairs.
+with nll the mean over the chosen answers' tokens of -log p. The weight of the first term is the number of pairs.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ second model or by the model itself with its adapter switched off.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from zipfile import BadZipFile
 
 import numpy as np
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from twofold.data.tokens import TokenDataset
     from twofold.engine.predict import Predict
     from twofold.models.causal_lm import CausalLM
+    from twofold.parallel.placed import Placed
 
 
 class ReferenceOptions(Group):
@@ -64,7 +66,10 @@ class ReferenceTask(LanguageTask):
 
 
 class ReferenceTrainer(LanguageTrainer):
-    """A trainer whose options derive from `ReferenceOptions`."""
+    """A trainer whose options derive from `ReferenceOptions`. views: the batches in a batch whose sequences, in turn,
+    make up a sample."""
+
+    views: ClassVar[Sequence[Callable[[Any], Any]]] = (lambda batch: batch,)
 
     def __init__(self, *args: Any, **arguments: Any) -> None:
         super().__init__(*args, **arguments)
@@ -133,11 +138,22 @@ class ReferenceTrainer(LanguageTrainer):
             if values is None:
                 predict.say(f"reference  log-probabilities of {len(data):,} {name} samples, kept in {path}")
                 placed = placed or (predict.place(second) if second is not None else None)
-                found = predict(name, _sums_of, placed)
-                values = np.array([x for sample in found for x in sample])
+                found = [self._one_pass(predict, name, view, placed) for view in self.views]
+                values = np.array([x for parts in zip(*found, strict=True) for part in parts for x in part])
                 if predict.mesh.is_zero:
                     _write(path, key, values)
             data.columns["reference"] = values
+
+    def _one_pass(
+        self, predict: Predict, name: str, view: Callable[[Any], Any], placed: Placed | None
+    ) -> list[list[float]]:
+        """Each sample's log-probabilities of one view, one number for each of its sequences."""
+
+        def values(output: Any, batch: Any) -> list[list[float]]:
+            sums = iter(sequence_sums(output[0], view(batch)).tolist())
+            return [[next(sums) for _ in range(count)] for count in view(batch)["counts"]]
+
+        return predict(name, values, placed, lambda batch: predict.task.inputs(view(batch)))
 
     def _kept(self, key: str, name: str) -> Path:
         from twofold.data.prepare import cache_folder
@@ -158,14 +174,6 @@ class ReferenceTrainer(LanguageTrainer):
                 f"{name} rows: remove it, or choose another folder."
             )
         return values
-
-
-def _sums_of(output: Any, batch: Any) -> list[list[float]]:
-    """Each sample's log-probabilities, one number for each of its sequences."""
-    sums, found = iter(sequence_sums(output[0], batch).tolist()), []
-    for count in batch["counts"]:
-        found.append([next(sums) for _ in range(count)])
-    return found
 
 
 def weights_digest(model: Any) -> str:
