@@ -58,6 +58,18 @@ def padded(samples: Sequence[Mapping[str, Any]], pad: int = 0) -> dict[str, Any]
     }
 
 
+def ends_of(samples: Sequence[Mapping[str, Any]], batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch of `packed` or `padded` where the last token of each sequence is looked at, instead of its labels.
+
+    predict_at: [sequences]; targets: [sequences], all 0, since nothing is predicted; sample_of: [sequences].
+    """
+    lengths = np.array([len(s["input_ids"]) for s in samples])
+    padded_to = batch["input_ids"].shape[1] if "attention_mask" in batch else None
+    ends = np.cumsum(lengths) if padded_to is None else np.arange(len(lengths)) * padded_to + lengths
+    at = torch.from_numpy(ends - 1)
+    return batch | {"predict_at": at, "targets": torch.zeros_like(at), "sample_of": torch.arange(len(at))}
+
+
 def grouped(samples: Sequence[Mapping[str, Any]], make: Callable[[Sequence[Any]], dict[str, Any]]) -> dict[str, Any]:
     """Samples of several sequences: `make` (above) of all their sequences, in order, and the columns beside them.
 

@@ -148,11 +148,16 @@ class LanguageTrainer:
         return prepare(source, self.tokenizer, data_options(self.args), what, kind=self.rows)
 
     def _load_model(self, model: Any) -> CausalLM:
+        return self.build(model, self.args, self.trainer.config.seed, self.tokenizer, self.model_name)
+
+    @classmethod
+    def build(cls, model: Any, args: Any, seed: int, tokenizer: Any, name: str) -> CausalLM:
+        """The model with its adapter, ready for the task. model: a Hugging Face model, or a folder or a name."""
         from twofold.models.load import load_model
 
         if isinstance(model, str | Path):
-            model = load_model(str(model), torch_dtype(self.args.dtype), self.args.trust_remote_code)
-        return build_model(model, self.args, self.trainer.config.seed, self.tokenizer, self.model_name)
+            model = load_model(str(model), torch_dtype(args.dtype), args.trust_remote_code)
+        return build_model(model, args, seed, tokenizer, name)
 
     def extras(self) -> Extras:
         """What the run gets beside the task and the data."""
@@ -250,11 +255,11 @@ class LanguageTrainer:
         """Writes the model with a checkpoint's weights."""
         from twofold.engine.checkpoint import load_weights
         from twofold.models import export as exports
-        from twofold.models.load import load_model, load_tokenizer
+        from twofold.models.load import load_tokenizer
 
         args, path = cls.arguments(config)["args"], config.model.path
         tokenizer = load_tokenizer(path, args.chat_template, args.trust_remote_code)
-        model = build_model(load_model(path, torch_dtype(args.dtype), args.trust_remote_code), args, 0, tokenizer, path)
+        model = cls.build(path, args, 0, tokenizer, path)
         saved = load_weights(checkpoint, model)
         exports.export(
             model.hf, tokenizer, output, merge, {"step": saved["progress"]["step"], "checkpoint": checkpoint.name}

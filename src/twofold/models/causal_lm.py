@@ -52,6 +52,12 @@ def decoder(model: Any) -> Any:
     return getattr(model, decoder_name(model))
 
 
+def head(model: Any) -> Any:
+    """What follows the decoder: the output head over the vocabulary, or a classifier's scores; None without one."""
+    found = model.get_output_embeddings()
+    return found if found is not None else getattr(model, "score", None)
+
+
 class NotCausalLM(TypeError):
     """A model that gives no next-token logits from hidden states, in words."""
 
@@ -86,9 +92,9 @@ class CausalLM(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         hidden = hidden.flatten(0, 1).index_select(0, predict_at)
         model = bare(self.hf)
-        head = model.get_output_embeddings()
-        if self.abilities.plain_head and type(head) is nn.Linear:
-            weight, bias, part = _local(head)
+        last = head(model)
+        if self.abilities.plain_head and type(last) is nn.Linear:
+            weight, bias, part = _local(last)
             return linear_logps(hidden, targets, weight, bias, with_mean, part)
         return chunked_logps(hidden, targets, lambda h: head_logits(model, h), with_mean)
 
@@ -181,7 +187,7 @@ class CausalLM(nn.Module):
             input_ids, inputs = self._part_of_row(input_ids, **inputs)
         given = {"input_ids": input_ids} if activation is None else {"inputs_embeds": activation}
         hidden = decoder(model)(**given, use_cache=False, **inputs).last_hidden_state
-        if isinstance(model.get_output_embeddings(), Skip):
+        if isinstance(head(model), Skip):
             return hidden
         if self.sequence is not None:
             hidden = self.sequence.join(hidden, 1)
@@ -275,18 +281,19 @@ def _examine(hf: Any) -> Abilities:
     lengths = (6, 4)
     alone = decoder(hf)(input_ids=ids, use_cache=False).last_hidden_state
     logits = hf(input_ids=ids, use_cache=False).logits[0]
-    head = hf.get_output_embeddings()
+    last = head(hf)
     if not close(head_logits(hf, alone[0]), logits):
         raise NotCausalLM(
             f"{type(hf).__name__} does more between its decoder and its logits than a head can be asked for"
         )
     large = 1000 * alone[0]  # soft-capping shows only where logits are large
-    plain = type(head) is nn.Linear and close(F.linear(large, head.weight, head.bias), head_logits(hf, large))
-    why = _why_not_packed(hf, ids, lengths, torch.cat([alone[0], alone[1, :4]]))
+    plain = type(last) is nn.Linear and close(F.linear(large, last.weight, last.bias), head_logits(hf, large))
+    why = why_not_packed(hf, ids, lengths, torch.cat([alone[0], alone[1, :4]]))
     return Abilities(packed=not why, plain_head=plain, why=why)
 
 
-def _why_not_packed(hf: Any, ids: Tensor, lengths: Sequence[int], expected: Tensor) -> str:
+def why_not_packed(hf: Any, ids: Tensor, lengths: Sequence[int], expected: Tensor) -> str:
+    """In words, why two samples one after the other give other hidden states than `expected`; "" if they do not."""
     name = type(hf).__name__
     if getattr(hf.config, "attention_chunk_size", None):
         return f"{name} attends in chunks"

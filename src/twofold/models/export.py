@@ -19,8 +19,8 @@ from twofold import __version__
 from twofold.models import attention
 from twofold.models.causal_lm import bare
 from twofold.models.generate import stop_tokens
-from twofold.models.load import quiet
-from twofold.models.lora import is_adapter
+from twofold.models.load import quiet, without_reports
+from twofold.models.lora import is_adapter, is_classifier
 
 
 def export(model: Any, tokenizer: Any, folder: Path, merge: bool = False, facts: dict[str, Any] | None = None) -> None:
@@ -48,6 +48,8 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
         name = hf.name_or_path
         for config in model.peft_config.values():
             config.base_model_name_or_path = str(Path(name).resolve()) if _is_folder(name) else name
+    if is_classifier(hf) and hf.config.pad_token_id is None:
+        hf.config.pad_token_id = tokenizer.pad_token_id  # by which transformers finds where a padded row ends
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -60,17 +62,21 @@ def _is_folder(name: str) -> bool:
 @torch.no_grad()
 def _prove(model: Any, tokenizer: Any, folder: Path) -> None:
     """Loads the folder again and compares the logits on a dozen tokens."""
-    from peft import AutoPeftModelForCausalLM
-    from transformers import AutoModelForCausalLM
+    import peft
+    import transformers
 
+    kind = "SequenceClassification" if is_classifier(bare(model)) else "CausalLM"
     dtype = next(model.parameters()).dtype
     if is_adapter(model):
         if not _is_folder(model.peft_config["default"].base_model_name_or_path):
             return  # the base model has no folder (it was made in memory): there is nothing to load it onto
-        again = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        labels = {"num_labels": bare(model).config.num_labels} if kind != "CausalLM" else {}
+        with without_reports():
+            again = getattr(peft, f"AutoPeftModelFor{kind}").from_pretrained(folder, dtype=dtype, **labels)
     else:
         report: Any
-        again, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)  # type: ignore[misc]
+        auto = getattr(transformers, f"AutoModelFor{kind}")
+        again, report = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True)
         wrong = {
             k: v for k, v in dict(report).items() if v and k in ("missing_keys", "unexpected_keys", "mismatched_keys")
         }
@@ -91,6 +97,8 @@ def _prove(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def how_to_use(folder: Path, model: Any) -> list[str]:
     """Commands that use an export."""
+    if is_classifier(bare(model)):
+        return [f"vllm serve {folder} --runner pooling"] if not is_adapter(model) else []
     lines = [f"twofold generate {folder} --prompt 'Hello'"]
     if is_adapter(model):
         rank = model.peft_config["default"].r
@@ -104,11 +112,12 @@ def how_to_use(folder: Path, model: Any) -> list[str]:
 def _card(model: Any, folder: Path, facts: dict[str, Any]) -> str:
     adapter = is_adapter(model)
     base = model.peft_config["default"].base_model_name_or_path if adapter else bare(model).name_or_path
-    load = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
+    kind = "SequenceClassification" if is_classifier(bare(model)) else "CausalLM"
+    load = f"AutoPeftModelFor{kind}" if adapter else f"AutoModelFor{kind}"
     head = {
         "base_model": base,
         "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "text-generation" if kind == "CausalLM" else "text-classification",
     }
     front = "\n".join(f"{k}: {json.dumps(v)}" for k, v in head.items())
     rows = "\n".join(f"| {k} | {v} |" for k, v in facts.items())

@@ -96,6 +96,35 @@ def load_model(path: str, dtype: Any = None, trust_remote_code: bool = False) ->
         )
 
 
+def load_classifier(path: str, labels: int, dtype: Any = None, trust_remote_code: bool = False) -> Any:
+    """The model of a path or name with a head of `labels` scores, on the CPU; a head that it does not have is new."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with _from_hub(path), without_reports():
+        return AutoModelForSequenceClassification.from_pretrained(
+            resolve_model_path(path),
+            num_labels=labels,
+            dtype=dtype or torch.float32,
+            trust_remote_code=trust_remote_code,
+        )
+
+
+@contextmanager
+def without_reports() -> Iterator[None]:
+    """transformers' tables of weights that a checkpoint does not have: a new head is what was asked for."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
 def load_shape(path: str, trust_remote_code: bool = False) -> Any:
     """The causal model of a path or name without its weights: every tensor is on the meta device."""
     import torch

@@ -17,7 +17,7 @@ def add_lora(model: Any, config: LoraConfig) -> Any:
     import peft
 
     adapter = peft.LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if is_classifier(model) else "CAUSAL_LM",
         r=config.r,
         lora_alpha=config.alpha if config.alpha is not None else 2 * config.r,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
@@ -37,6 +37,10 @@ def add_lora(model: Any, config: LoraConfig) -> Any:
             f"model.adapter.target: {config.target} names no module of {type(model).__name__}. "
             f"Use all-linear, or some of: {', '.join(x for x in leaves if x)}."
         ) from None
+
+
+def is_classifier(model: Any) -> bool:
+    return type(model).__name__.endswith("ForSequenceClassification")
 
 
 def is_adapter(model: Any) -> bool:

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from twofold.errors import UserError
-from twofold.models.causal_lm import bare, close, decoder
+from twofold.models.causal_lm import bare, close, decoder, head
 from twofold.parallel.stages import Unit, structure
 
 OURS: dict[str, list[str | Unit]] = {
     "gpt2": [
         ("transformer.wte", "transformer.wpe", "transformer.drop"),
         "transformer.h",
-        ("transformer.ln_f", "lm_head"),
+        ("transformer.ln_f", "lm_head", "score"),
     ],
     "opt": [
         ("model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.project_in"),
         "model.decoder.layers",
-        ("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"),
+        ("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head", "score"),
     ],
 }
 ADDED = ("transformer.wpe", "model.decoder.embed_positions")
@@ -58,17 +58,18 @@ def _names(hf: Any) -> list[str | Unit]:
         return [entry for entry in entries if entry]
     modules = dict(hf.named_modules())
     names = [name for name in hf._pp_plan or {} if name in modules]
-    head = [name for name in names if modules[name] is hf.get_output_embeddings()]
+    names += [name for name, module in modules.items() if module is head(hf) and name not in names]
+    last = [name for name in names if modules[name] is head(hf)]
     lists = [name for name in names if isinstance(modules[name], nn.ModuleList)]
-    if len(lists) != 1 or not head:
+    if len(lists) != 1 or not last:
         raise UserError(
             f"strategy 'pp': neither transformers nor Twofold has a pipeline plan for {type(hf).__name__}. Among many "
             "others Llama, Qwen2, Qwen3, Mistral, Mixtral, Gemma, Phi-3, OLMo 2, GPT-NeoX, GPT-2 and OPT have one; for "
             "this model use ddp or fsdp."
         )
-    rest = [name for name in names if name not in head]
+    rest = [name for name in names if name not in last]
     at = rest.index(lists[0])
-    return [tuple(rest[:at]), rest[at], (*rest[at + 1 :], *head)]
+    return [tuple(rest[:at]), rest[at], (*rest[at + 1 :], *last)]
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from twofold.models.causal_lm import head
 from twofold.models.tensor_plan import SummedGradients
 from twofold.parallel.context import Context
 from twofold.parallel.shard import blocks
@@ -44,9 +45,9 @@ def install(hf: Any, context: Context, devices: Any) -> None:
     for module in whole:
         module.forward = _whole_inside(module.forward, context)
         inside |= {id(m) for m in module.modules()}
-    head = hf.get_output_embeddings()
+    last = head(hf)
     for module in hf.modules():
-        if id(module) not in inside and module is not head and any(True for _ in module.parameters(recurse=False)):
+        if id(module) not in inside and module is not last and any(True for _ in module.parameters(recurse=False)):
             SummedGradients().install_forward(module, devices)
 
 

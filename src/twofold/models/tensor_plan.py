@@ -42,7 +42,7 @@ def split(hf: Any, devices: DeviceMesh) -> None:
     """
     styles = dict(_rules(hf, plan(hf, devices.size())))
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
-    tied = head.weight is embedding.weight
+    tied = getattr(head, "weight", None) is embedding.weight
     modules = dict(hf.named_modules())
     for name, style in styles.items():
         if modules[name] in (embedding, head):
