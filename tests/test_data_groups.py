@@ -10,6 +10,7 @@ import pytest
 from tests import templates as t
 from twofold import UserError
 from twofold.config.schema import DataOptions
+from twofold.data.collate import packed, trees
 from twofold.data.prepare import prepare, prompts
 from twofold.data.preview import preview
 from twofold.data.tokens import TokenDataset
@@ -174,3 +175,29 @@ def test_real_files(name: str, kind: str, rows: int) -> None:
     assert all(trained.strip().endswith("<|im_end|>") for i in range(len(data)) for _, trained in texts(data, i))
     if kind == "unpaired":
         assert 0 < sum(float(data[i]["values"][0]) for i in range(rows)) < rows
+
+
+def test_a_shared_prompt_comes_once() -> None:
+    """Written out by hand: tokens, positions, what predicts what, and where sequences end."""
+
+    def sequence(ids: list[int], trained: int) -> dict[str, Any]:
+        return {"input_ids": ids, "labels": [-100] * (len(ids) - trained) + ids[len(ids) - trained :]}
+
+    batch = trees(
+        [
+            [sequence([1, 2, 3, 7, 8], 2), sequence([1, 2, 3, 9], 1)],
+            [sequence([4, 5], 2), sequence([4, 6], 1)],  # a label on the first token: nothing to share
+            [sequence([1, 2, 3], 1)],
+        ]
+    )
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 7, 8, 9, 4, 5, 4, 6, 1, 2, 3]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 0, 1, 0, 1, 2]]
+    assert batch["sample_lengths"] == ((3, 2, 1), 2, 2, 3)
+    assert batch["predict_at"].tolist() == [2, 3, 2, 6, 8, 11]
+    assert batch["targets"].tolist() == [7, 8, 9, 5, 6, 3]
+    assert batch["sample_of"].tolist() == [0, 0, 1, 2, 3, 4]
+    assert batch["ends"].tolist() == [4, 5, 7, 9, 12]
+    alone = [sequence([1, 2, 3], 1), sequence([4, 5, 6, 7], 2)]
+    one, other = packed(alone), trees([[s] for s in alone])
+    assert one.keys() == other.keys()
+    assert all(str(one[key]) == str(other[key]) for key in one)

@@ -54,6 +54,32 @@ def test_packed_attention(causal: bool, window: int | None, softcap: float | Non
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 2.0), (3, 2.0)])
+def test_attention_in_trees(window: int | None, softcap: float | None, kv_heads: int) -> None:
+    """Outputs and gradients are those of each branch after its own copy of the trunk."""
+    torch.manual_seed(0)
+    lengths = (4, (5, 3, 6), (1, 1, 2, 3))
+    q, k, v = (torch.randn(1, h, 25, 8, dtype=torch.float64).requires_grad_() for h in (4, kv_heads, kv_heads))
+    weight = torch.randn(1, 25, 4, 8, dtype=torch.float64)
+    out = packed_attention(q, k, v, lengths, window=window, softcap=softcap)
+    found = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    total, begun = torch.zeros((), dtype=torch.float64), 0
+    for length in lengths:
+        trunk, *branches = (length,) if isinstance(length, int) else length
+        after = begun + trunk
+        for i, branch in enumerate(branches or [0]):
+            at = [*range(begun, begun + trunk), *range(after, after + branch)]
+            alone = packed_attention(*(x[:, :, at] for x in (q, k, v)), (len(at),), window=window, softcap=softcap)
+            torch.testing.assert_close(alone, out[:, at])
+            kept = slice(0 if i == 0 else trunk, None)  # the trunk counts once
+            total = total + (alone * weight[:, at])[:, kept].sum()
+            after += branch
+        begun = after
+    for one, other in zip(found, torch.autograd.grad(total, (q, k, v)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize(
     ("causal", "window", "softcap"), [(True, None, None), (True, 3, None), (False, None, None), (True, 4, 2.0)]
 )

@@ -45,7 +45,8 @@ class LanguageConfig(DataOptions):
 class LanguageTask(Task):
     """A task on the log-probabilities that a `CausalLM` gives to the labelled tokens of token samples.
 
-    pad: the token that fills padded batches (never trained, never attended to).
+    pad: the token that fills padded batches (never trained, never attended to); share_prompts: what sequences of a
+    sample begin with is computed once.
     """
 
     model: CausalLM
@@ -53,12 +54,15 @@ class LanguageTask(Task):
     def __init__(self, model: CausalLM, pad: int = 0) -> None:
         self.model = model
         self.pad = pad
+        self.share_prompts = True
 
     def collate(self, samples: Any) -> dict[str, Any]:
         from twofold.data.collate import grouped, packed, padded
 
         make = packed if self.model.packed else partial(padded, pad=self.pad)
-        return grouped(samples, make) if "sequences" in samples[0] else make(samples)
+        if "sequences" not in samples[0]:
+            return make(samples)
+        return grouped(samples, make, as_trees=self.share_prompts and self.model.packed)
 
     def inputs(self, batch: Any) -> dict[str, Any]:
         return {key: batch[key] for key in MODEL_INPUTS if key in batch}
@@ -100,13 +104,15 @@ class LanguageTrainer:
         self.trainer = Trainer(config_text=config_text, check=partial(self.check, model), **trainer_arguments)
         self.model = self._load_model(model)
 
-    def task(self) -> Task:
+    def task(self) -> LanguageTask:
         """What is learned, from `self.model`, `self.args` and `self.tokenizer`."""
         raise NotImplementedError(f"{type(self).__name__} must define task()")
 
     def train(self) -> Result:
         """Trains, and leaves the model in the run folder's export/. Returns the engine's `Result`."""
-        return self.trainer.fit(self.task(), self.train_dataset, self.eval_dataset, self.extras())
+        task = self.task()
+        task.share_prompts = self.trainer.layout.context == 1  # where a row is in pieces, so would be a prompt
+        return self.trainer.fit(task, self.train_dataset, self.eval_dataset, self.extras())
 
     def check(self, model: Any, layout: Parallel) -> None:
         """Refuses, before workers start, a layout that the model cannot be put on."""

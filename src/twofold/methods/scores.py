@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,9 @@ class ScoreTask(LanguageTask):
     """The model's output for a batch: (scores [sequences, labels], None)."""
 
     def collate(self, samples: Any) -> dict[str, Any]:
-        from twofold.data.collate import ends_of, grouped, packed, padded
+        from twofold.data.collate import at_ends
 
-        make = packed if self.model.packed else partial(padded, pad=self.pad)
-        return grouped(samples, lambda sequences: ends_of(sequences, make(sequences)))
+        return at_ends(super().collate(samples))
 
 
 class ScoreTrainer(LanguageTrainer):

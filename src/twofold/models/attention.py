@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from twofold.ops.attention import packed_attention
+from twofold.ops.attention import Length, packed_attention
 from twofold.parallel.context import Context
 
 NAME = "twofold_packed"
@@ -29,7 +29,7 @@ def attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    sample_lengths: Sequence[int] | None = None,
+    sample_lengths: Sequence[Length] | None = None,
     context: Context | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -39,7 +39,7 @@ def attention_forward(
         raise RuntimeError("padding-free attention was called without sample_lengths, or with a mask")
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise NotImplementedError("padding-free attention knows neither attention sinks nor position biases")
-    attend = packed_attention if context is None else context.attend
+    attend: Any = packed_attention if context is None else context.attend
     out = attend(
         query,
         key,

@@ -4,6 +4,9 @@ Samples of lengths n_1 … n_k lie one after the other in one row of sum(n) toke
 scaled-dot-product attention sample by sample (cost: the sum of n_i², against (sum of n_i)² with a mask); the
 CUDA path is torch's variable-length flash attention. Both are aware of grouped queries: fewer key/value
 heads than query heads, without repeating them.
+
+A sample may be a tree: in the place of its length stand those of a trunk and its branches, (p, b_1, b_2 …). Each
+branch attends to the trunk and itself, as if it alone came after it, and the trunk is computed once.
 """
 
 from __future__ import annotations
@@ -15,12 +18,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+Length = int | tuple[int, ...]
+"""Tokens of a sample; of a tree those of its trunk and of each branch."""
+
+
+def tokens_of(length: Length) -> int:
+    return length if isinstance(length, int) else sum(length)
+
 
 def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lengths: Sequence[int],
+    lengths: Sequence[Length],
     *,
     scale: float | None = None,
     dropout: float = 0.0,
@@ -32,19 +42,34 @@ def packed_attention(
     """Attention of each sample to itself.
 
     query: [1, heads, tokens, head_dim]; key, value: [1, kv_heads, tokens, head_dim];
-    lengths: tokens of each sample, in order, as Python numbers (their sum is `tokens`);
+    lengths: tokens of each sample (or tree), in order, as Python numbers (their sum is `tokens`);
     window: how many tokens back, itself included, a token sees; softcap: logits become cap * tanh(logits / cap);
     start: query holds a piece of the row only, from this token on.
     Returns [1, tokens, heads, head_dim].
     """
-    if start is not None:
-        return _piece(query, key, value, lengths, start, scale, dropout, causal, window, softcap)
-    if query.is_cuda and softcap is None and dropout == 0.0 and query.dtype in (torch.float16, torch.bfloat16):
-        return _varlen(query, key, value, lengths, scale, causal, window)
-    parts = []
-    for q, k, v in zip(*(x.split(list(lengths), dim=2) for x in (query, key, value)), strict=True):
-        parts.append(_one_sample(q, k, v, scale, dropout, causal, window, softcap))
+    plain = [length for length in lengths if isinstance(length, int)]
+    if len(plain) == len(lengths):
+        if start is not None:
+            return _piece(query, key, value, plain, start, scale, dropout, causal, window, softcap)
+        if query.is_cuda and softcap is None and dropout == 0.0 and query.dtype in (torch.float16, torch.bfloat16):
+            return _varlen(query, key, value, plain, scale, causal, window)
+    elif start is not None or not causal:
+        raise NotImplementedError("trees are for causal attention to a whole row")
+    parts, sizes, how = [], [tokens_of(length) for length in lengths], (scale, dropout, causal, window, softcap)
+    for length, q, k, v in zip(lengths, *(x.split(sizes, dim=2) for x in (query, key, value)), strict=True):
+        parts += [_one_sample(q, k, v, *how)] if isinstance(length, int) else _tree(q, k, v, length, how)
     return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+def _tree(q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...], how: Any) -> list[Tensor]:
+    """The attention of the trunk, and of each branch."""
+    (q0, k0, v0), *branches = zip(*(x.split(sizes, dim=2) for x in (q, k, v)), strict=True)
+    scale, dropout, causal, window, softcap = how
+    parts = [_one_sample(q0, k0, v0, *how)]
+    for q1, k1, v1 in branches:
+        both = torch.cat([k0, k1], 2), torch.cat([v0, v1], 2)
+        parts.append(_one_sample(q1, *both, scale, dropout, causal, window, softcap, sizes[0]))
+    return parts
 
 
 def _one_sample(
