@@ -100,6 +100,16 @@ BENCHMARKS = {
     "sft-llama-all": sft(("llama", "all")),
     "sft-smollm2-lora": sft(("smollm2", "half"), default=">= 5", packing=">= 1.4"),
     "sft-smollm2-tickets": sft(("smollm2", "tickets")),
+    "dpo-llama": Benchmark(
+        "dpo.py",
+        "twofold",
+        (
+            Peer("trl_default", SPEED, ">= 6", name="trl_default"),
+            Peer("trl_no_ckpt", SPEED, name="trl_no_ckpt"),
+            Peer("trl_default", MEMORY, "<= 0.35", name="memory-trl_default"),
+            Peer("trl_no_ckpt", MEMORY, name="memory-trl_no_ckpt"),
+        ),
+    ),
     "ablation": Benchmark(
         "ablation.py",
         "labels",
