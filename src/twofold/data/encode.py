@@ -53,6 +53,8 @@ def encode(example: Example, tokenizer: Any, options: DataOptions) -> Sample:
     elif example.text is not None:
         _auto_only(options, ("assistant", "last"), "plain texts have no assistant turns")
         sample = _text(tokenizer, example.text, 0)
+    elif example.steps is not None:
+        sample = _steps(tokenizer, example.prompt or "", example.steps)
     elif example.messages is not None and (tokenizer.chat_template or example.prompt is None):
         sample = _chat(example, tokenizer, options.train_on)
     else:
@@ -232,6 +234,24 @@ def _text(tokenizer: Any, text: str, start: int) -> Sample:
         else:
             ids, labels = [*ids, eos], [*labels, eos]
     return Sample(ids, labels, notes=[SHARED_TOKEN] * shared)
+
+
+def _steps(tokenizer: Any, prompt: str, steps: Sequence[tuple[str, int]]) -> Sample:
+    """A text of lines; the number of each step is the label of the token after the last one of its line."""
+    text, ends = f"{prompt}\n", []
+    for step, _ in steps:
+        text += f"{step}\n"
+        ends.append(len(text) - 1)
+    ids, offsets = _tokens(tokenizer, text, _adds_special(tokenizer, text))
+    if tokenizer.eos_token_id is not None and (not ids or ids[-1] != tokenizer.eos_token_id):
+        ids, offsets = [*ids, tokenizer.eos_token_id], [*offsets, (len(text), len(text))]
+    labels = [IGNORE] * len(ids)
+    for (_, number), end in zip(steps, ends, strict=True):
+        at = next(i for i, (first, last) in enumerate(offsets) if first <= end < last)
+        if at + 1 == len(ids) or labels[at + 1] != IGNORE:
+            raise RowError("a step has no token of its own, or nothing follows it")
+        labels[at + 1] = number
+    return Sample(ids, labels)
 
 
 def _check_given(sample: Sample, vocabulary: int) -> None:

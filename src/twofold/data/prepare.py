@@ -131,7 +131,7 @@ def _encode_all(
     return TokenDataset(joined, kept, ends, np.array(numbers, np.int64), report, groups, _values(values, report))
 
 
-def _values(values: Sequence[Sequence[float]], report: DataReport) -> dict[str, np.ndarray]:
+def _values(values: Sequence[Sequence[float | str]], report: DataReport) -> dict[str, np.ndarray]:
     """The column `values`, if the rows have some."""
     without = sum(not row for row in values)
     if without == len(values):

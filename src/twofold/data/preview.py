@@ -47,8 +47,12 @@ def _print_sample(data: TokenDataset, tokenizer: Any, i: int) -> None:
         trained = int((sequence["labels"][1:] != IGNORE).sum())
         head = data.report.place(data.row_numbers[i])
         head += f" · {number + 1} of {len(sequences)}" if len(sequences) > 1 else ""
-        head += f" · value {values[number]:g}" if values is not None else ""
+        head += f" · value {_short(values[number])}" if values is not None else ""
         _print_sequence(f"{head} · {len(sequence['labels'])} tokens · {trained} trained", segments(sequence, tokenizer))
+
+
+def _short(value: Any) -> str:
+    return str(value) if isinstance(value, str) else f"{value:g}"
 
 
 def _print_sequence(head: str, pieces: list[tuple[str, bool]]) -> None:

@@ -111,7 +111,8 @@ class LanguageTrainer:
     def train(self) -> Result:
         """Trains, and leaves the model in the run folder's export/. Returns the engine's `Result`."""
         task = self.task()
-        task.share_prompts = self.trainer.layout.context == 1  # where a row is in pieces, so would be a prompt
+        if self.trainer.layout.context > 1:
+            task.share_prompts = False  # a row is in pieces, and so would be a prompt
         return self.trainer.fit(task, self.train_dataset, self.eval_dataset, self.extras())
 
     def check(self, model: Any, layout: Parallel) -> None:
@@ -151,7 +152,16 @@ class LanguageTrainer:
     def _prepare(self, source: Any, what: str) -> TokenDataset:
         from twofold.data.prepare import prepare
 
-        return prepare(source, self.tokenizer, data_options(self.args), what, kind=self.rows)
+        return self.arrange(prepare(source, self.tokenizer, self.encoding(self.args), what, kind=self.rows), what)
+
+    @classmethod
+    def encoding(cls, args: Any) -> DataOptions:
+        """How rows are encoded."""
+        return data_options(args)
+
+    def arrange(self, data: TokenDataset, what: str) -> TokenDataset:
+        """What the method makes of its encoded rows. what: "train" or "eval"."""
+        return data
 
     def _load_model(self, model: Any) -> CausalLM:
         return self.build(model, self.args, self.trainer.config.seed, self.tokenizer, self.model_name)
@@ -254,7 +264,7 @@ class LanguageTrainer:
         from twofold.models.load import load_tokenizer
 
         tokenizer = load_tokenizer(config.model.path, config.model.chat_template, config.model.trust_remote_code)
-        preview(config.data.train, tokenizer, data_options(config.data), rows, kind=cls.rows)
+        preview(config.data.train, tokenizer, cls.encoding(config.data), rows, kind=cls.rows)
 
     @classmethod
     def export(cls, config: Config, checkpoint: Path, output: Path, merge: bool) -> None:

@@ -104,8 +104,8 @@ class KTOTrainer(ReferenceTrainer):
     def task(self) -> KTO:
         return KTO(self.model, self.args, self.pad)
 
-    def _prepare(self, source: Any, what: str) -> TokenDataset:
-        return with_mismatched(super()._prepare(source, what), self.args.max_length, what)
+    def arrange(self, data: TokenDataset, what: str) -> TokenDataset:
+        return with_mismatched(data, self.args.max_length, what)
 
 
 def with_mismatched(data: TokenDataset, max_length: int | None, what: str = "train") -> TokenDataset:

@@ -25,9 +25,9 @@ class ScoreTrainer(LanguageTrainer):
     """A trainer of such a model."""
 
     @classmethod
-    def labels(cls, args: Any) -> int:
-        """How many scores a sequence gets."""
-        return 1
+    def labels(cls, args: Any) -> list[str]:
+        """What the scores of a sequence are."""
+        return ["reward"]
 
     @classmethod
     def build(cls, model: Any, args: Any, seed: int, tokenizer: Any, name: str) -> CausalLM:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,8 @@ def load_model(path: str, dtype: Any = None, trust_remote_code: bool = False) ->
         )
 
 
-def load_classifier(path: str, labels: int, dtype: Any = None, trust_remote_code: bool = False) -> Any:
-    """The model of a path or name with a head of `labels` scores, on the CPU; a head that it does not have is new."""
+def load_classifier(path: str, labels: Sequence[str], dtype: Any = None, trust_remote_code: bool = False) -> Any:
+    """The model of a path or name with a score for each label, on the CPU; a head that it does not have is new."""
     import torch
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
@@ -106,7 +106,8 @@ def load_classifier(path: str, labels: int, dtype: Any = None, trust_remote_code
     with _from_hub(path), without_reports():
         return AutoModelForSequenceClassification.from_pretrained(
             resolve_model_path(path),
-            num_labels=labels,
+            id2label=dict(enumerate(labels)),
+            label2id={label: i for i, label in enumerate(labels)},
             dtype=dtype or torch.float32,
             trust_remote_code=trust_remote_code,
         )

@@ -7,6 +7,8 @@ format is one new file. Kinds:
     single       one text to learn (an `Example`)
     preference   two answers to one prompt, chosen and rejected, in this order (a `Group`)
     unpaired     one answer and whether it is good: its value is 1 or 0 (a `Group`)
+    stepwise     a prompt and steps, each right or wrong (a `Group`)
+    labelled     one text and its class: its value is the class's name or number (a `Group`)
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class RowError(Exception):
 
 @dataclass(frozen=True)
 class Example:
-    """A row in one of four forms: chat (`messages`, with `tools`), `prompt` and `completion`, `text`, or tokens.
+    """A row in one of five forms: chat (`messages`, with `tools`), `prompt` and `completion`, `prompt` and `steps` with
+    a number for each, `text`, or tokens.
 
     learn_from: messages before this one are the prompt, and their assistant turns are not learned by default.
     With messages *and* prompt, the texts are for a tokenizer that has no chat template.
@@ -39,6 +42,7 @@ class Example:
     learn_from: int = 0
     prompt: str | None = None
     completion: str | None = None
+    steps: list[tuple[str, int]] | None = None
     text: str | None = None
     input_ids: list[int] | None = None
     labels: list[int] | None = None
@@ -49,7 +53,7 @@ class Group:
     """Examples that make one sample. values: a number for each (a label, a score), where the method needs one."""
 
     examples: tuple[Example, ...]
-    values: tuple[float, ...] = ()
+    values: tuple[float | str, ...] = ()
 
 
 def formats() -> dict[str, ModuleType]:
