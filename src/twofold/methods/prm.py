@@ -3,8 +3,8 @@
     loss = - sum over steps of log p(label | prompt, the steps so far) / their number
 
 with p the softmax of the model's two scores (wrong, right) at the new line that ends the step. Prompt and steps are
-plain texts, each followed by a new line. A step's target stands at the token after it, as everywhere: what is learned at
-a position is the label of the next.
+plain texts, each followed by a new line. A step's target stands at the token after it, as everywhere: what is learned
+at a position is the label of the next.
 """
 
 from __future__ import annotations
