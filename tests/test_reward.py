@@ -19,6 +19,7 @@ from twofold import RewardTrainer, UserError
 from twofold.config.schema import DataOptions
 from twofold.data.order import Order
 from twofold.data.prepare import prepare
+from twofold.models.generate import load_for_generation
 
 BATCH, STEPS, LR, CENTERING = 4, 9, 0.02, 0.01
 ROWS = [row | {"margin": 0.1 * i} for i, row in enumerate(PAIRS)]
@@ -133,6 +134,9 @@ def test_an_export_loads_to_the_same_scores(adapter: Any, tmp_path: Path) -> Non
     else:
         model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     assert AutoTokenizer.from_pretrained(folder).chat_template == t.CHATML
+    for use in (load_for_generation, lambda path: load_for_generation(str(Path(path).parent))):
+        with pytest.raises(UserError, match="gives scores and no text"):
+            use(str(folder))
     data = prepare(ROWS, TOKENIZER, DataOptions(), kind="preference")
     with torch.no_grad():
         chosen = [float(score(model.eval(), data[i]["sequences"][0])) for i in range(len(data))]

@@ -16,7 +16,7 @@ from twofold.data.template import end_of_turn, render
 from twofold.errors import UserError
 from twofold.models import attention
 from twofold.models.causal_lm import bare
-from twofold.models.load import load_model, load_tokenizer, quiet, resolve_model_path
+from twofold.models.load import check_generates, load_model, load_tokenizer, quiet, resolve_model_path
 
 
 def load_for_generation(path: str) -> tuple[Any, Any]:
@@ -35,6 +35,7 @@ def load_for_generation(path: str) -> tuple[Any, Any]:
 def _with_adapter(folder: Path) -> tuple[Any, Any]:
     from peft import PeftModel
 
+    check_generates(str(folder))
     base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     tokenizer = folder if (folder / "tokenizer_config.json").is_file() else base
     with quiet():

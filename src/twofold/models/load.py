@@ -6,6 +6,7 @@ a name that transformers can fetch from the hub or its cache.
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -90,10 +91,21 @@ def load_model(path: str, dtype: Any = None, trust_remote_code: bool = False) ->
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    check_generates(resolve_model_path(path))
     with _from_hub(path):
         return AutoModelForCausalLM.from_pretrained(
             resolve_model_path(path), dtype=dtype or torch.float32, trust_remote_code=trust_remote_code
         )
+
+
+def check_generates(path: str) -> None:
+    """Raises UserError for the folder of a classifier or a reward model: transformers would give it a new output head,
+    or its embeddings for one, without a word."""
+    for name, key in (("config.json", "architectures"), ("adapter_config.json", "task_type")):
+        file = Path(path) / name
+        found = json.loads(file.read_text(encoding="utf-8")).get(key) if file.is_file() else None
+        if any(word in str(found) for word in ("ForSequenceClassification", "SEQ_CLS")):
+            raise UserError(f"model.path: {path} gives scores and no text (a reward model or a classifier).")
 
 
 def load_classifier(path: str, labels: Sequence[str], dtype: Any = None, trust_remote_code: bool = False) -> Any:
