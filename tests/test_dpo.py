@@ -352,11 +352,17 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         ({"reference": "live", "adapter": {"r": 4}}, {"devices": 2, "strategy": "pp"}, r"runs on no pipeline \(pp\)"),
         ({"beta": 0}, {}, "beta"),
         ({"label_smoothing": 0.5}, {}, "label_smoothing"),
-        ({"loss_type": ["sigmoid"], "loss_weights": [1.0, 2.0]}, {}, "loss_weights has 2 numbers and loss_type 1"),
+        (
+            {"loss_type": ["sigmoid"], "loss_weights": [1.0, 2.0]},
+            {},
+            "loss_weights has 2 numbers and loss_type names 1",
+        ),
+        ({"loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0]}, {}, "has 1 numbers and loss_type names 2"),
+        ({"reference_model": "nowhere/at/all"}, {}, r"method\.reference_model: nowhere/at/all is no model folder"),
         ({"loss_type": "best"}, {}, "loss_type"),
     ):
         with pytest.raises(UserError, match=reason):
             fit(tmp_path, "none", args=args, **more)
     with pytest.raises(UserError, match="this method learns from preference rows"):
         DPOTrainer(model=tiny(), tokenizer=TOKENIZER, train_dataset=[{"text": "a b c"}], accelerator="cpu")
-    assert DPOConfig().losses() == {"sigmoid": 1.0}
+    assert DPOConfig().losses() == [("sigmoid", 1.0)]

@@ -57,14 +57,15 @@ class Options(ReferenceOptions):
 
     @model_validator(mode="after")
     def _weights_fit(self) -> Options:
-        if self.loss_weights is not None and len(self.loss_weights) != len(self.losses()):
-            raise ValueError(f"loss_weights has {len(self.loss_weights)} numbers and loss_type {len(self.losses())}.")
+        kinds = 1 if isinstance(self.loss_type, str) else len(self.loss_type)
+        if self.loss_weights is not None and len(self.loss_weights) != kinds:
+            raise ValueError(f"loss_weights has {len(self.loss_weights)} numbers and loss_type names {kinds}.")
         return self
 
-    def losses(self) -> dict[Kind, float]:
-        """loss_type -> its weight."""
+    def losses(self) -> list[tuple[Kind, float]]:
+        """Each loss_type and its weight."""
         kinds = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
-        return dict(zip(kinds, self.loss_weights or [1.0] * len(kinds), strict=False))
+        return list(zip(kinds, self.loss_weights or [1.0] * len(kinds), strict=True))
 
 
 class DPOConfig(Options, LanguageConfig):
@@ -82,7 +83,7 @@ class DPO(ReferenceTask):
         options = self.options
         policy, reference = self.sums(output, batch)
         c, r = (policy - reference)[0::2], (policy - reference)[1::2]
-        losses = [weight * self._losses(kind, c, r, batch) for kind, weight in options.losses().items()]
+        losses = [weight * self._losses(kind, c, r, batch) for kind, weight in options.losses()]
         metrics = pair_metrics(options.beta * c, options.beta * r, policy)
         return pair_loss("dpo", sum(losses[1:], losses[0]), policy, batch, options.sft_weight, metrics)
 

@@ -92,6 +92,13 @@ class ReferenceTrainer(LanguageTrainer):
                 )
             if layout.pipeline > 1:
                 raise UserError("method.reference=live runs on no pipeline (pp): use method.reference=precompute.")
+        if options.reference_model is not None:
+            from twofold.models.load import load_shape
+
+            try:
+                load_shape(options.reference_model, options.trust_remote_code)
+            except UserError as error:
+                raise UserError(str(error).replace("model.path", "method.reference_model", 1)) from None
         super().check(model, layout)
 
     def extras(self) -> Extras:
