@@ -11,7 +11,7 @@ from tests import templates as t
 from twofold import UserError
 from twofold.config.schema import DataOptions
 from twofold.data.collate import packed, trees
-from twofold.data.prepare import prepare, prompts
+from twofold.data.prepare import held_out, prepare, prompts
 from twofold.data.preview import preview
 from twofold.data.tokens import TokenDataset
 
@@ -201,3 +201,27 @@ def test_a_shared_prompt_comes_once() -> None:
     one, other = packed(alone), trees([[s] for s in alone])
     assert one.keys() == other.keys()
     assert all(str(one[key]) == str(other[key]) for key in one)
+
+
+@pytest.mark.parametrize("kind", ["preference", "single"])
+def test_a_part_is_held_out(kind: str) -> None:
+    """Each sample lies on one side, whole, with its values and its row; the same ones each time."""
+    rows: list[dict[str, Any]] = [{"prompt": "q" * n, "completion": "a" * (1 + n % 3)} for n in range(1, 21)]
+    if kind == "preference":
+        rows = [{"prompt": "q" * n, "chosen": "a" * n, "rejected": "b", "margin": n} for n in range(1, 21)]
+    data = prepare(rows, TOKENIZER, DataOptions(), kind=kind)
+    rest, held, source = held_out(data, rows, 0.2)
+    assert (len(rest), len(held)) == (16, 4)
+    assert sorted(rest.row_numbers + held.row_numbers) == list(range(1, 21))
+    assert source == [rows[i - 1] for i in held.row_numbers]
+    for part in (rest, held):
+        for i, row in enumerate(part.row_numbers):
+            assert texts(part, i) == texts(data, row - 1)
+            assert part.lengths[i] == data.lengths[row - 1]
+            if kind == "preference":
+                assert part[i]["values"].tolist() == [row, 0]
+        assert part.report.tokens == sum(part.lengths)
+    assert held_out(data, rows, 0.2)[1].row_numbers == held.row_numbers
+    assert len({data.fingerprint, rest.fingerprint, held.fingerprint}) == 3
+    with pytest.raises(UserError, match="leaves none on one side"):
+        held_out(data, rows, 0.01)

@@ -366,3 +366,10 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="this method learns from preference rows"):
         DPOTrainer(model=tiny(), tokenizer=TOKENIZER, train_dataset=[{"text": "a b c"}], accelerator="cpu")
     assert DPOConfig().losses() == [("sigmoid", 1.0)]
+
+
+def test_evaluation_on_rows_that_are_held_out(tmp_path: Path) -> None:
+    """Two of ten rows; without training steps on them the training losses are those of the other eight."""
+    found, evals, _ = fit(tmp_path, "one", args={"eval_split": 0.2}, max_epochs=1, max_steps=None)
+    assert len(found) == 2  # eight rows in steps of four
+    assert evals[-1]["loss"] != found[-1]["loss"]

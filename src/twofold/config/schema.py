@@ -116,6 +116,9 @@ class DataOptions(Group):
         default="refuse",
         description="A row that cannot be trained: stop with an error, or skip and count it.",
     )
+    eval_split: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the training rows that is held out to evaluate on, without eval."
+    )
     num_workers: int = Field(default=0, ge=0, description="Processes that load batches ahead. 0 = none.")
 
 

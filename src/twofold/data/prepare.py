@@ -61,6 +61,24 @@ def prepare(
     return data
 
 
+def held_out(data: TokenDataset, source: Any, share: float) -> tuple[TokenDataset, TokenDataset, list[Any]]:
+    """(the rest, a share of the samples to evaluate on, their rows). Which they are depends on their number alone.
+
+    Raises UserError if one of both would be empty.
+    """
+    count = round(share * len(data))
+    if not 0 < count < len(data):
+        raise UserError(f"data.eval_split={share} of {len(data)} samples leaves none on one side: change it.")
+    drawn = np.random.default_rng(0).permutation(len(data))
+    held, rest = sorted(drawn[:count].tolist()), sorted(drawn[count:].tolist())
+    rows = load_rows(source)
+    return (
+        data.part(rest, f"{share}-rest"),
+        data.part(held, f"{share}-held"),
+        [rows[data.row_numbers[i] - 1] for i in held],
+    )
+
+
 def samples(
     source: Any,
     tokenizer: Any,
@@ -189,7 +207,7 @@ def _fingerprint(content: bytes, tokenizer: Any, options: DataOptions, kind: str
     backend = getattr(tokenizer, "backend_tokenizer", None)
     digest.update(backend.to_str().encode() if backend is not None else repr(tokenizer).encode())
     digest.update(repr((tokenizer.chat_template, tokenizer.special_tokens_map)).encode())
-    relevant = options.model_dump(exclude={"num_workers", "on_bad_row", "train", "eval"})
+    relevant = options.model_dump(exclude={"num_workers", "on_bad_row", "eval_split", "train", "eval"})
     digest.update(json.dumps(relevant, sort_keys=True).encode())
     return digest.hexdigest()[:20]
 

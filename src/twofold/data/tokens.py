@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,31 @@ class TokenDataset:
         """One sequence of all."""
         part = slice(self._starts[s], self._ends[s])
         return {"input_ids": self.tokens[part].astype(np.int64), "labels": self.labels[part].astype(np.int64)}
+
+    def part(self, samples: Sequence[int], name: str) -> TokenDataset:
+        """Some of the samples, in this order. name: tells it from other parts of the same data."""
+        groups = self._groups or range(len(self._ends) + 1)
+        kept = [s for i in samples for s in range(groups[i], groups[i + 1])]
+        sizes = np.array([groups[i + 1] - groups[i] for i in samples], np.int64)
+        found = [self.sequence(s) for s in kept]
+        tokens, labels = (np.concatenate([x[key] for x in found]).astype(np.int32) for key in ("input_ids", "labels"))
+        report = replace(
+            self.report,
+            samples=len(samples),
+            tokens=len(tokens),
+            trained=int(sum((x["labels"][1:] != -100).sum() for x in found)),
+        )
+        made = TokenDataset(
+            tokens,
+            labels,
+            np.cumsum([len(x["labels"]) for x in found]),
+            np.array([self.row_numbers[i] for i in samples]),
+            report,
+            None if self.firsts is None else np.cumsum(sizes) - sizes,
+            {column: values[kept] for column, values in self.columns.items()},
+        )
+        made.fingerprint = f"{self.fingerprint}-{name}"
+        return made
 
     def sequences(self, i: int) -> list[dict[str, np.ndarray]]:
         """The sequences of a sample."""

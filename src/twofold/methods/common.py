@@ -95,9 +95,7 @@ class LanguageTrainer:
         self.args = self._as_config(args)
         self.model_name = str(model) if isinstance(model, str | Path) else type(model).__name__
         self.tokenizer = tokenizer or self._load_tokenizer(model)
-        self.train_dataset = self._prepare(train_dataset, "train")
-        self.eval_dataset = None if eval_dataset is None else self._prepare(eval_dataset, "eval")
-        self._eval_source = eval_dataset
+        self._prepare(train_dataset, eval_dataset)
         if trainer_arguments.get("name") is None and not trainer_arguments.get("resume"):
             trainer_arguments["name"] = default_name(self.args.kind)
         # With devices > 1 the workers start here.
@@ -149,10 +147,19 @@ class LanguageTrainer:
             raise UserError(f"{type(self).__name__}: a model object without a folder needs tokenizer=… beside it.")
         return load_tokenizer(str(source), self.args.chat_template, self.args.trust_remote_code)
 
-    def _prepare(self, source: Any, what: str) -> TokenDataset:
-        from twofold.data.prepare import prepare
+    def _prepare(self, train: Any, evaluation: Any) -> None:
+        """Sets train_dataset and eval_dataset, which may be held out of the training rows."""
+        from twofold.data.prepare import held_out, prepare
 
-        return self.arrange(prepare(source, self.tokenizer, self.encoding(self.args), what, kind=self.rows), what)
+        options = self.encoding(self.args)
+        data, held = prepare(train, self.tokenizer, options, "train", kind=self.rows), None
+        if evaluation is not None:
+            held = prepare(evaluation, self.tokenizer, options, "eval", kind=self.rows)
+        elif options.eval_split:
+            data, held, evaluation = held_out(data, train, options.eval_split)
+        self.train_dataset = self.arrange(data, "train")
+        self.eval_dataset = None if held is None else self.arrange(held, "eval")
+        self._eval_source = evaluation
 
     @classmethod
     def encoding(cls, args: Any) -> DataOptions:
