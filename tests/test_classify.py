@@ -1,6 +1,5 @@
 """Classification against a plain loop over transformers' own classifiers, on one process and on layouts."""
 
-import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,9 @@ import numpy as np
 import pytest
 import reference
 import torch
+from method_runs import Run, run_method, same
 from ranks import run_ranks
-from test_dpo import TOKENIZER, Rows, same
+from test_dpo import TOKENIZER
 from test_reward import score, tiny
 from torch.nn import functional as F
 from transformers import AutoConfig
@@ -43,33 +43,22 @@ def expected() -> tuple[list[float], dict[str, np.ndarray]]:
     return losses, reference.parameters(model)
 
 
-def fit(folder: Path, name: str, rows: Any = None, model: Any = None, **more: Any) -> Any:
-    os.environ["TWOFOLD_CACHE"] = str(folder / "cache")
-    watch = Rows()
-    trainer = ClassifyTrainer(
+def fit(folder: Path, name: str, rows: Any = None, model: Any = None, **more: Any) -> Run:
+    return run_method(
+        ClassifyTrainer,
+        folder,
+        name,
         model=model or tiny(labels=3),
         tokenizer=TOKENIZER,
         train_dataset=rows or ROWS,
         eval_dataset=ROWS,
         args={"classes": CLASSES, "label_smoothing": SMOOTHING},
-        accelerator="cpu",
-        folder=str(folder),
-        name=name,
-        callbacks=[watch],
         global_batch_size=BATCH,
         micro_batch_tokens=60,
         max_steps=STEPS,
         lr=LR,
-        optimizer="sgd",
-        schedule="constant",
-        max_grad_norm=None,
-        logging_steps=1,
-        progress="off",
         **more,
     )
-    trainer.train()
-    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in trainer.model.hf.named_parameters()}
-    return watch.rows, watch.evals, {n: p.detach().clone().numpy() for n, p in whole.items()}
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """DPO and its family: losses and gradients against a plain loop over transformers, on one process and on layouts."""
 
 import copy
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -12,9 +11,10 @@ import pytest
 import reference
 import templates as t
 import torch
+from method_runs import Run, run_method, same
 from ranks import run_ranks
 
-from twofold import Callback, DPOConfig, DPOTrainer, UserError
+from twofold import DPOConfig, DPOTrainer, UserError
 from twofold.config.schema import DataOptions
 from twofold.data.order import Order
 from twofold.data.prepare import prepare
@@ -109,63 +109,31 @@ def expected(
     return losses, reference.parameters(model)
 
 
-class Rows(Callback):
-    rank_zero_only = False
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.evals: list[dict[str, Any]] = []
-
-    def on_log(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-
-    def on_eval(self, row: dict[str, Any]) -> None:
-        self.evals.append(row)
-
-
-def fit(folder: Path, name: str, family: str = "llama", evaluate: bool = False, **more: Any) -> Any:
+def fit(folder: Path, name: str, family: str = "llama", evaluate: bool = False, model: Any = None, **more: Any) -> Run:
     """(rows of metrics, evaluations, weights) of a run of `DPOTrainer`."""
-    os.environ["TWOFOLD_CACHE"] = str(folder / "cache")  # ranks come from a server that has another environment
-    watch, args = Rows(), {"beta": BETA} | more.pop("args", {})
+    args = {"beta": BETA} | more.pop("args", {})
     options = {
         "global_batch_size": BATCH,
         "max_steps": STEPS,
         "lr": LR,
-        "optimizer": "sgd",
-        "schedule": "constant",
-        "max_grad_norm": None,
-        "logging_steps": 1,
-        "progress": "off",
         "micro_batch_tokens": 150,
     } | more
-    trainer = DPOTrainer(
-        model=more.pop("model", None) or tiny(family),
+    return run_method(
+        DPOTrainer,
+        folder,
+        name,
+        model=model or tiny(family),
         tokenizer=TOKENIZER,
         train_dataset=ROWS,
         eval_dataset=ROWS if evaluate else None,
         args=args,
-        accelerator="cpu",
-        folder=str(folder),
-        name=name,
-        callbacks=[watch],
-        **{k: v for k, v in options.items() if k != "model"},
+        **options,
     )
-    trainer.train()
-    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in trainer.model.hf.named_parameters()}
-    return watch.rows, watch.evals, {n: p.detach().clone().numpy() for n, p in whole.items()}
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TWOFOLD_CACHE", str(tmp_path / "cache"))
-
-
-def same(found: Any, losses: Sequence[float], weights: dict[str, np.ndarray]) -> None:
-    rows_, _, ends = found
-    np.testing.assert_allclose([row["loss"] for row in rows_], losses, rtol=1e-5, atol=1e-6)
-    assert ends
-    for name, weight in ends.items():
-        np.testing.assert_allclose(weight, weights[name], atol=5e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,7 +1,6 @@
 """KTO against a plain loop over transformers, as its paper writes it, on one process and on layouts."""
 
 import copy
-import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ import numpy as np
 import pytest
 import reference
 import torch
+from method_runs import Run, run_method, same
 from ranks import run_ranks
-from test_dpo import TOKENIZER, Rows, answer_logp, same, tiny
+from test_dpo import TOKENIZER, answer_logp, tiny
 
 from twofold import KTOTrainer, UserError
 from twofold.config.schema import DataOptions
@@ -77,31 +77,20 @@ def expected(family: str = "llama") -> tuple[list[float], dict[str, np.ndarray],
     return losses, reference.parameters(model), kls
 
 
-def fit(folder: Path, name: str, family: str = "llama", args: Any = None, evaluate: bool = False, **more: Any) -> Any:
-    os.environ["TWOFOLD_CACHE"] = str(folder / "cache")
-    watch = Rows()
+def fit(folder: Path, name: str, family: str = "llama", args: Any = None, evaluate: bool = False, **more: Any) -> Run:
     settings: dict[str, Any] = {"lr": LR, "micro_batch_tokens": 150, "max_steps": STEPS} | more
-    trainer = KTOTrainer(
+    return run_method(
+        KTOTrainer,
+        folder,
+        name,
         model=tiny(family),
         tokenizer=TOKENIZER,
         train_dataset=ROWS,
         eval_dataset=ROWS if evaluate else None,
         args={"beta": BETA, "desirable_weight": GOOD, "undesirable_weight": BAD} | (args or {}),
-        accelerator="cpu",
-        folder=str(folder),
-        name=name,
-        callbacks=[watch],
         global_batch_size=BATCH,
-        optimizer="sgd",
-        schedule="constant",
-        max_grad_norm=None,
-        logging_steps=1,
-        progress="off",
         **settings,
     )
-    trainer.train()
-    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in trainer.model.hf.named_parameters()}
-    return watch.rows, watch.evals, {n: p.detach().clone().numpy() for n, p in whole.items()}
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """SimPO, CPO and ORPO against a plain loop over transformers, as their papers write them."""
 
-import os
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -10,8 +9,9 @@ import numpy as np
 import pytest
 import reference
 import torch
+from method_runs import Run, run_method, same
 from ranks import run_ranks
-from test_dpo import BATCH, ROWS, STEPS, TOKENIZER, Rows, answer_logp, same, tiny
+from test_dpo import BATCH, ROWS, STEPS, TOKENIZER, answer_logp, tiny
 
 import twofold
 from twofold.config.schema import DataOptions
@@ -59,31 +59,21 @@ def expected(name: str) -> tuple[list[float], dict[str, np.ndarray]]:
     return losses, reference.parameters(model)
 
 
-def fit(folder: Path, name: str, **more: Any) -> Any:
-    os.environ["TWOFOLD_CACHE"] = str(folder / "cache")
-    watch = Rows()
-    trainer = getattr(twofold, f"{name}Trainer")(
+def fit(folder: Path, name: str, **more: Any) -> Run:
+    return run_method(
+        getattr(twofold, f"{name}Trainer"),
+        folder,
+        name,
         model=tiny(),
         tokenizer=TOKENIZER,
         train_dataset=ROWS,
         args=PAPERS[name][2],
-        accelerator="cpu",
-        folder=str(folder),
-        callbacks=[watch],
         global_batch_size=BATCH,
         max_steps=STEPS,
         lr=LR,
-        optimizer="sgd",
-        schedule="constant",
-        max_grad_norm=None,
-        logging_steps=1,
-        progress="off",
         micro_batch_tokens=150,
         **more,
     )
-    trainer.train()
-    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in trainer.model.hf.named_parameters()}
-    return watch.rows, [], {n: p.detach().clone().numpy() for n, p in whole.items()}
 
 
 @pytest.mark.parametrize("name", PAPERS)

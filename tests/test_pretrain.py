@@ -1,6 +1,5 @@
 """Pre-training in blocks: cut by hand, and against a plain loop over transformers on the pieces alone."""
 
-import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,9 @@ import numpy as np
 import pytest
 import reference
 import torch
+from method_runs import Run, run_method, same
 from ranks import run_ranks
-from test_dpo import TOKENIZER, Rows, same, tiny
+from test_dpo import TOKENIZER, tiny
 
 from twofold import PretrainTrainer, UserError
 from twofold.data.order import Order
@@ -53,31 +53,20 @@ def expected() -> tuple[list[float], dict[str, np.ndarray]]:
     return losses, reference.parameters(model)
 
 
-def fit(folder: Path, name: str, args: Any = None, **more: Any) -> Any:
-    os.environ["TWOFOLD_CACHE"] = str(folder / "cache")
-    watch = Rows()
+def fit(folder: Path, name: str, args: Any = None, **more: Any) -> Run:
     settings: dict[str, Any] = {"micro_batch_tokens": 2 * LENGTH, "max_steps": STEPS} | more
-    trainer = PretrainTrainer(
+    return run_method(
+        PretrainTrainer,
+        folder,
+        name,
         model=tiny(),
         tokenizer=TOKENIZER,
         train_dataset=[{"text": text} for text in TEXTS],
         args={"max_length": LENGTH} | (args or {}),
-        accelerator="cpu",
-        folder=str(folder),
-        name=name,
-        callbacks=[watch],
         global_batch_size=BATCH,
         lr=LR,
-        optimizer="sgd",
-        schedule="constant",
-        max_grad_norm=None,
-        logging_steps=1,
-        progress="off",
         **settings,
     )
-    trainer.train()
-    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in trainer.model.hf.named_parameters()}
-    return watch.rows, watch.evals, {n: p.detach().clone().numpy() for n, p in whole.items()}
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """Process reward models: where steps end by hand, and a plain loop over transformers on one process and on layouts."""
 
-import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,9 @@ import numpy as np
 import pytest
 import reference
 import torch
+from method_runs import Run, run_method, same
 from ranks import run_ranks
-from test_dpo import TOKENIZER, Rows, same
+from test_dpo import TOKENIZER
 from test_reward import tiny
 from torch.nn import functional as F
 
@@ -57,32 +57,21 @@ def expected() -> tuple[list[float], dict[str, np.ndarray]]:
     return losses, reference.parameters(model)
 
 
-def fit(folder: Path, name: str, **more: Any) -> Any:
-    os.environ["TWOFOLD_CACHE"] = str(folder / "cache")
-    watch = Rows()
-    trainer = PRMTrainer(
+def fit(folder: Path, name: str, **more: Any) -> Run:
+    return run_method(
+        PRMTrainer,
+        folder,
+        name,
         model=tiny(labels=2),
         tokenizer=TOKENIZER,
         train_dataset=ROWS,
         eval_dataset=ROWS,
-        accelerator="cpu",
-        folder=str(folder),
-        name=name,
-        callbacks=[watch],
         global_batch_size=BATCH,
         micro_batch_tokens=60,
         max_steps=STEPS,
         lr=LR,
-        optimizer="sgd",
-        schedule="constant",
-        max_grad_norm=None,
-        logging_steps=1,
-        progress="off",
         **more,
     )
-    trainer.train()
-    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in trainer.model.hf.named_parameters()}
-    return watch.rows, watch.evals, {n: p.detach().clone().numpy() for n, p in whole.items()}
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """Reward models against a plain loop over transformers' own classifiers, on one process and on layouts."""
 
-import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,10 @@ import pytest
 import reference
 import templates as t
 import torch
+from method_runs import Run, run_method, same
 from ranks import run_ranks
 from test_dpo import ROWS as PAIRS
-from test_dpo import TOKENIZER, Rows, same
+from test_dpo import TOKENIZER
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from twofold import RewardTrainer, UserError
@@ -57,32 +57,21 @@ def expected(family: str = "llama") -> tuple[list[float], dict[str, np.ndarray]]
     return losses, reference.parameters(model)
 
 
-def fit(folder: Path, name: str, model: Any = None, family: str = "llama", args: Any = None, **more: Any) -> Any:
-    os.environ["TWOFOLD_CACHE"] = str(folder / "cache")
-    watch = Rows()
+def fit(folder: Path, name: str, model: Any = None, family: str = "llama", args: Any = None, **more: Any) -> Run:
     settings: dict[str, Any] = {"micro_batch_tokens": 150, "lr": LR} | more
-    trainer = RewardTrainer(
+    return run_method(
+        RewardTrainer,
+        folder,
+        name,
         model=model or tiny(family),
         tokenizer=TOKENIZER,
         train_dataset=ROWS,
         eval_dataset=ROWS,
         args={"centering": CENTERING} | (args or {}),
-        accelerator="cpu",
-        folder=str(folder),
-        name=name,
-        callbacks=[watch],
         global_batch_size=BATCH,
         max_steps=STEPS,
-        optimizer="sgd",
-        schedule="constant",
-        max_grad_norm=None,
-        logging_steps=1,
-        progress="off",
         **settings,
     )
-    trainer.train()
-    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in trainer.model.hf.named_parameters()}
-    return watch.rows, watch.evals, {n: p.detach().clone().numpy() for n, p in whole.items()}
 
 
 @pytest.fixture(autouse=True)
