@@ -341,3 +341,13 @@ def test_evaluation_on_rows_that_are_held_out(tmp_path: Path) -> None:
     found, evals, _ = fit(tmp_path, "one", args={"eval_split": 0.2}, max_epochs=1, max_steps=None)
     assert len(found) == 2  # eight rows in steps of four
     assert evals[-1]["loss"] != found[-1]["loss"]
+
+
+def test_a_second_model_is_in_no_checkpoint(second: str, tmp_path: Path) -> None:
+    """A run with a live one goes on as if it had not been cut, and with a precomputed one too: names are the same."""
+    args = {"reference": "live", "reference_model": second}
+    whole = fit(tmp_path, "whole", args=args)
+    for name, then in (("live", args), ("other", {"reference_model": second})):
+        fit(tmp_path, name, args=args, max_steps=3)
+        rest = fit(tmp_path, name, args=then, resume=True)
+        np.testing.assert_allclose([r["loss"] for r in rest[0]], [r["loss"] for r in whole[0]][3:], rtol=1e-6)
